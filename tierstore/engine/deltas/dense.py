@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -77,14 +77,16 @@ class DenseParts:
         """The status text for the dense part of a version that is not open."""
         return "kept" if self._runtime.missing is None else f"kept, not served: {self._runtime.missing}"
 
-    def open(self, version: Version, *, lenient: bool) -> None:
-        """Make a version's dense parts ready to run, unless they are.
+    def open(self, version: Version, *, lenient: bool, only: Container[str] | None = None) -> None:
+        """Make a version's dense parts, or `only` some, ready to run, unless they are.
 
         The version must hold the deltas that brought them. SnapshotError for a dense part that cannot be served; if
         `lenient` the version goes without, and says so.
         """
         opened = dict(version.heads)
         for head in version.info.heads:
+            if only is not None and head not in only:
+                continue
             if (before := opened.get(head, DenseHead())).predictor is None and before.unserved is None:
                 opened[head] = self._opened(version, head, lenient=lenient)
         version.heads = opened

@@ -157,6 +157,7 @@ def _versions(model: Model, served: Routing) -> list[dict[str, Any]]:
                 "delta_seq": info.manifest.delta_seq,
                 "partitions": _partitions(info),
                 "created_at": info.manifest.to_document().get("created_at"),
+                "golden": info.golden,
                 "dense": heads.pop("", None),
                 "heads": heads,
                 "dense_passed_over": "; ".join(_passed_over(info, view).values()) or None,

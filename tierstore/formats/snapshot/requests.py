@@ -56,8 +56,13 @@ def ragged(arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str, Any]:
 
 def write_request(path: Path, inputs: Mapping[str, Any]) -> None:
     """Publish a request. Raises SnapshotError for a value that is no array of numbers or strings."""
+    write_arrays(path, flatten(inputs))
+
+
+def write_arrays(path: Path, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+    """Publish a `.npz` file of these arrays."""
     with files.publish(path) as file, zipfile.ZipFile(file, "w") as archive:
-        for name, array in flatten(inputs).items():
+        for name, array in arrays.items():
             with archive.open(f"{name}.npy", "w") as member:
                 np.lib.format.write_array(member, array, allow_pickle=False)
 
