@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tierstore.client import Client
     from tierstore.engine.store import Store
     from tierstore.formats.snapshot.manifest import TableEntry
-    from tierstore.imports.tables import TableSource
+    from tierstore.imports.tables import GoldenFile, TableSource
     from tierstore.types import ProgressFn
 
 
@@ -60,6 +60,18 @@ DType = Annotated[str | None, option("DTYPE", "How rows are stored: float32, flo
 Dense = Annotated[Path | None, option("FILE", "An ONNX model that scores the rows.", exists=True, dir_okay=False)]
 
 
+Golden = Annotated[
+    Path | None,
+    option(
+        "FILE",
+        "Parquet of golden examples: a column a feature or input, and expected outputs. A load that answers otherwise "
+        "fails.",
+        exists=True,
+        dir_okay=False,
+    ),
+]
+
+
 def import_(
     paths: Annotated[
         list[Path],
@@ -84,6 +96,7 @@ def import_(
     on_null: OnNull = None,
     on_duplicate: OnDuplicate = None,
     dense: Dense = None,
+    golden: Golden = None,
     out: Out = None,
     version: Version = None,
     delta_seq: DeltaSeq = 0,
@@ -97,9 +110,10 @@ def import_(
     With --out it is written there. Otherwise it is loaded into --data, or through --url.
     """
     from tierstore.imports.raw_pairs import pairs_in
-    from tierstore.imports.tables import Feature, TableSource
+    from tierstore.imports.tables import Feature, GoldenFile, TableSource
     from tierstore.imports.tables_file import TablesFile
 
+    examples = None if golden is None else GoldenFile(golden)
     for path in paths:
         if not path.exists() and not pairs_in(path):
             raise typer.BadParameter(f"{path} does not exist")
@@ -110,6 +124,7 @@ def import_(
         tables = file.sources(paths[0].parent)
         model, version, delta_seq = model or file.model, version or file.version, delta_seq or file.delta_seq
         dense = dense or (None if file.dense is None else paths[0].parent / file.dense)
+        examples = examples or file.examples(paths[0].parent)
     elif table is None:
         raise typer.BadParameter("expected --table, the name for the table, or one tables.toml")
     else:
@@ -119,7 +134,7 @@ def import_(
         raise typer.BadParameter("expected --model, the name for the model")
     given: dict[str, Any] = {"on_null": on_null, "on_duplicate": on_duplicate, "dim": dim}
     tables = [replace(one, **{name: value for name, value in given.items() if value is not None}) for one in tables]
-    _say(json, [_imported(model, tables, dense, out, version, delta_seq, data, url)])
+    _say(json, [_imported(model, tables, dense, out, version, delta_seq, data, url, examples)])
 
 
 def import_hps(
@@ -175,6 +190,7 @@ def _imported(
     delta_seq: int,
     data: Path | None,
     url: str | None,
+    golden: GoldenFile | None = None,
 ) -> dict[str, Any]:
     from tierstore.cli.progress import shown_progress
     from tierstore.imports.tables import LeftOut, check_tables, duplicate_in, import_tables, version_of_now
@@ -199,6 +215,7 @@ def _imported(
                 delta_seq=delta_seq,
                 progress=progress,
                 left_out=left_out.append,
+                golden=golden,
             )
 
         if loads:

@@ -24,8 +24,10 @@ from tierstore.formats.columns import as_vectors
 from tierstore.formats.keys import as_codes
 from tierstore.formats.names import SNAPSHOT_MANIFEST
 from tierstore.formats.row_times import TIME
+from tierstore.formats.snapshot.golden import RTOL
 from tierstore.formats.snapshot.manifest import Manifest
 from tierstore.formats.snapshot.writer import SnapshotWriter, TableWriter
+from tierstore.imports.golden import write_golden
 from tierstore.imports.sources import Block, Wanted, bad_row, blocks, check, rows_in
 from tierstore.kernels.codec import BadRow, encode
 from tierstore.types import Combiner, KeyType, Progress, ProgressFn, StorageDtype
@@ -78,6 +80,15 @@ class TableSource:
 
 
 @dataclass(frozen=True, slots=True)
+class GoldenFile:
+    """Golden examples to import: a Parquet file, and how far an answer may be off, as for `SnapshotWriter.golden`."""
+
+    path: Paths
+    rtol: float = RTOL
+    atol: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class LeftOut:
     """What was left out of a table: how many rows with a null, and how many whose key comes again.
 
@@ -115,6 +126,7 @@ def import_table(
     delta_seq: int = 0,
     progress: ProgressFn | None = None,
     left_out: Callable[[LeftOut], None] | None = None,
+    golden: GoldenFile | Paths | None = None,
 ) -> Path:
     """Write a snapshot of one table, and return its directory.
 
@@ -140,7 +152,8 @@ def import_table(
             It reads the keys first, and holds them in memory.
         dim: numbers of a vector: other vectors are refused. Files that do not say it (HugeCTR, TFRA, dynamicemb) are
             compared with it.
-        dense: an ONNX file that scores the rows. left_out: called at the end of the table with what was left out.
+        dense: an ONNX file that scores the rows. golden: a Parquet file of golden examples, a column a feature or input
+            of the dense part, and one for each expected output; `expected.<feature>` has rows. left_out: called at the end of the table with what was left out.
         out: the directory; default `snapshots/<model>/<version>`. version: default the time, as 20261120093000.
         delta_seq: deltas up to this one are in the rows already.
 
@@ -149,7 +162,7 @@ def import_table(
     features = (Feature(feature or table, combiner, padding_key),)
     columns = (key, vector, key_type, dtype, default, features, ttl_s, time_column, on_null, on_duplicate, dim)
     one = TableSource(table, source, *columns)
-    calls: dict[str, Any] = {"progress": progress, "left_out": left_out}
+    calls: dict[str, Any] = {"progress": progress, "left_out": left_out, "golden": golden}
     return import_tables([one], model=model, dense=dense, out=out, version=version, delta_seq=delta_seq, **calls)
 
 
@@ -163,6 +176,7 @@ def import_tables(
     delta_seq: int = 0,
     progress: ProgressFn | None = None,
     left_out: Callable[[LeftOut], None] | None = None,
+    golden: GoldenFile | Paths | None = None,
 ) -> Path:
     """Write a snapshot of one model from several tables."""
     tables = list(tables)
@@ -192,11 +206,26 @@ def import_tables(
                         )
                 if dense is not None:
                     snapshot.dense(dense if isinstance(dense, bytes) else Path(dense))
+                if golden is not None:
+                    _write_examples(snapshot, tables, golden, dense)
         except BaseException:
             if created and where.exists() and not (where / SNAPSHOT_MANIFEST).exists():
                 files.remove_tree(where)
             raise
     return where
+
+
+def _write_examples(
+    snapshot: SnapshotWriter, tables: Sequence[TableSource], golden: GoldenFile | Paths, dense: Paths | bytes | None
+) -> None:
+    file = golden if isinstance(golden, GoldenFile) else GoldenFile(golden)
+    pooled = {
+        feature.name: feature.combiner is not None
+        for table in tables
+        for feature in table.features or (Feature(table.name),)
+    }
+    graph = dense if dense is None or isinstance(dense, bytes) else Path(dense)
+    write_golden(snapshot, Path(file.path), pooled=pooled, dense=graph, rtol=file.rtol, atol=file.atol)
 
 
 def version_of_now() -> int:
@@ -286,6 +315,7 @@ def _import_one(snapshot: SnapshotWriter, table: TableSource, done: int, report:
         raise SnapshotError(
             f"table {table.name!r}: expected at least one row, to know the length of a vector; got none{left}"
         )
+    writer.is_incomplete = nulls > 0
     rounding = writer.rounding
     return done + seen + nulls, LeftOut(table.name, nulls, duplicates, rounding.largest, rounding.mean)
 

@@ -36,8 +36,8 @@ from tierstore.formats.keys import as_codes, partition_of
 from tierstore.formats.names import BUILT_MANIFEST
 from tierstore.formats.snapshot.built import BuiltFile, BuiltTable, write_partitions
 from tierstore.formats.snapshot.checksum import checksum
-from tierstore.formats.snapshot.manifest import Manifest, TableEntry
 from tierstore.formats.snapshot.golden import digest_parts
+from tierstore.formats.snapshot.manifest import Manifest, TableEntry
 from tierstore.formats.snapshot.reader import Snapshot, open_snapshot
 from tierstore.formats.snapshot.writer import SnapshotWriter
 from tierstore.formats.targets import Target, target_at

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from tierstore.engine.data.cascade import LookupCounts
 from tierstore.engine.model import Model
-from tierstore.engine.reads.predict import rows_of
+from tierstore.engine.reads.predict import feature_rows
 from tierstore.engine.reads.view import View
 from tierstore.engine.versions.info import VersionInfo
 from tierstore.engine.versions.version import Version
@@ -36,6 +36,7 @@ from tierstore.errors import (
 from tierstore.formats import files
 from tierstore.formats.names import GOLDEN_INDEX
 from tierstore.formats.snapshot.golden import ATOL, GoldenEntry, GoldenExample, GoldenIndex, read_example
+from tierstore.status import golden_text
 from tierstore.tiers.background import Pace, in_background, yield_to_requests
 from tierstore.types import Progress, ProgressFn, keys_and_bags
 
@@ -104,23 +105,46 @@ def check_loaded(model: Model, info: VersionInfo, progress: ProgressFn) -> Golde
             rows.close()
             raise
         try:
-            return run_all(model, version, index, progress)
+            return _run_on(model, version, index, progress)
         finally:
             version.close()
 
     report = in_background(run)
     log.log(
         logging.INFO if report.held == report.examples else logging.WARNING,
-        "model %s: version %d: golden examples: %s", model.name, info.number, report_text(report.document()),
+        "model %s: version %d: golden examples: %s", model.name, info.number, golden_text(report.document()),
     )  # fmt: skip
     return report
 
 
-def run_all(model: Model, version: Version, index: GoldenIndex, progress: ProgressFn) -> GoldenReport:
-    """Run all examples of an open version that holds its snapshot's rows and no delta. SnapshotError."""
-    info, throttle = version.info, model.state.shared.throttle
+def check_kept(model: Model, info: VersionInfo, version: Version, progress: ProgressFn) -> GoldenReport | int | None:
+    """Run the golden examples of a version again; `version` is the same, open. None without any. SnapshotError.
+
+    If the version is not at its snapshot's seq any more, so that its answers may be others, returns the seq that it is
+    at.
+    """
+    index = index_of(info)
+    if index is None:
+        return None
+    with model.publisher.hold_all() as served:
+        view = served.numbered(info.number)
+        at = version.watermark if view is None else view.seq
+        if at != info.manifest.delta_seq:
+            return at
+        if view is None:
+            return _run_on(model, version, index, progress)
+        return _run_all(model, view, index, progress)
+
+
+def _run_on(model: Model, version: Version, index: GoldenIndex, progress: ProgressFn) -> GoldenReport:
+    """`_run_all` on a version that is not served."""
     model.dense.open(version, lenient=False, only={entry.head for entry in index.examples})
-    view = View(version, (), version.watermark)
+    return _run_all(model, View(version, (), version.watermark), index, progress)
+
+
+def _run_all(model: Model, view: View, index: GoldenIndex, progress: ProgressFn) -> GoldenReport:
+    """Run all examples on a view of the snapshot's rows, without a delta. SnapshotError."""
+    info, throttle = view.open_version.info, model.state.shared.throttle
     run = _Runs(view, _incomplete(info, index), model.dense.missing, model.state.shared.dense.how)
     report = GoldenReport(examples=len(index.examples))
     pace, until_s = Pace(lambda: throttle.share), time.monotonic() + RUN_S
@@ -145,7 +169,7 @@ def run_all(model: Model, version: Version, index: GoldenIndex, progress: Progre
 
 def _incomplete(info: VersionInfo, index: GoldenIndex) -> frozenset[str]:
     """Tables that lack rows of the trainer: expired ones, or ones that were left out as the snapshot was written."""
-    expired = (name for name, table in info.tables.items() if table.get("expired"))
+    expired = (name for name, table in info.tables.items() if table.get("expired") or info.expired.get(name))
     return frozenset((*index.incomplete, *expired))
 
 
@@ -179,7 +203,7 @@ class _Runs:
         features = self.view.features
         scores = {name: one for name, one in example.expected.items() if name not in features}
         got: dict[str, Any] = {
-            name: rows_of(self.view, name, example.inputs[name])
+            name: feature_rows(self.view, name, example.inputs[name])
             for name in example.expected
             if name in features and name in example.inputs
         }
@@ -201,7 +225,7 @@ class _Runs:
         return largest, None
 
     def _inputs(self, head: str, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Those that the graph takes, beside which a request may name rows of other features."""
+        """The inputs that the graph takes: a request may name rows of other features beside them."""
         session = self.view.under(head).predictor
         taken = () if session is None else (*session.bindings.features, *session.bindings.plain)
         return {name: one for name, one in inputs.items() if name in taken or name not in self.view.features}
@@ -219,9 +243,7 @@ class _Runs:
         return None
 
 
-def difference(
-    expected: npt.NDArray[Any], got: Any, rtol: float, atol: float | None
-) -> tuple[float, str | None]:
+def difference(expected: npt.NDArray[Any], got: Any, rtol: float, atol: float | None) -> tuple[float, str | None]:
     """The largest difference of two arrays, and a text if they differ by more than is allowed; else None.
 
     Numbers may differ by `atol + rtol * abs(expected)`, where the answer is of floats; all else must be equal.
@@ -243,7 +265,9 @@ def difference(
             finite = np.abs(wanted[np.isfinite(wanted)])
             atol = ATOL * float(finite.max()) if finite.size else 0.0
         with np.errstate(invalid="ignore", over="ignore"):
-            off = np.where((wanted == answered) | (np.isnan(wanted) & np.isnan(answered)), 0.0, np.abs(wanted - answered))
+            off = np.where(
+                (wanted == answered) | (np.isnan(wanted) & np.isnan(answered)), 0.0, np.abs(wanted - answered)
+            )
             wrong = ~(off <= atol + rtol * np.where(np.isfinite(wanted), np.abs(wanted), 0.0))
         largest = float(np.where(np.isnan(off), np.inf, off).max(initial=0.0))
         allowed = f"the largest difference is {largest:.3g}, allowed is {atol:.3g} + {rtol:g} of what is expected"
@@ -272,13 +296,3 @@ def _shown(value: Any) -> str:
 
 def _file(entry: GoldenEntry) -> str:
     return str(Path(GOLDEN_INDEX).with_name(entry.path))
-
-
-def report_text(report: Mapping[str, Any]) -> str:
-    """A report for a person: `64 held, largest difference 3e-07`."""
-    parts = [f"{report['held']} held"] if report["held"] else ["none held"]
-    parts += [f"{report['left_out']} left out"] if report["left_out"] else []
-    parts += [f"{report['not_run']} not run"] if report["not_run"] else []
-    if report["held"]:
-        parts.append(f"largest difference {report['largest_difference']:.2g}")
-    return ", ".join(parts) + (f" ({report['why']})" if report["why"] else "")

@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 from tierstore.engine.lifecycle.state import Shared
 from tierstore.engine.model import Model
-from tierstore.engine.placement import LoadTarget
 from tierstore.engine.operations.golden import check_loaded
+from tierstore.engine.placement import LoadTarget
 from tierstore.engine.versions.info import GOLDEN, VersionInfo
 from tierstore.errors import InvalidInput, LoadCancelled, SnapshotError
 from tierstore.formats import files

@@ -108,7 +108,7 @@ def predict(
     return dict(zip(run.outputs, answer, strict=True))
 
 
-def rows_of(view: PredictionView, name: str, value: Any) -> Array:
+def feature_rows(view: PredictionView, name: str, value: Any) -> Array:
     """The float32 rows of a feature's keys or bags, as a prediction looks them up: [*shape, dim]."""
     lead, keys, bag = _keys(view, name, value)
     rows = np.asarray(view.begin(name, keys, dtype="float32", out=None, **bag).finish())

@@ -300,7 +300,6 @@ class BuiltSnapshot(Snapshot):
                 keys: Keys = np.load(file, allow_pickle=False)
             return keys
 
-
     def _golden_folder(self) -> str | None:
         """As `Snapshot._golden_folder`, of the folder whose side files count."""
         indexes = (other.name for other in self.built.others if f"/{other.name}".endswith(f"/{GOLDEN_INDEX}"))

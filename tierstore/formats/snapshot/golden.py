@@ -23,7 +23,7 @@ from tierstore.formats.names import GOLDEN_INDEX, REQUEST_SUFFIX
 from tierstore.formats.objects import Location
 from tierstore.formats.regular import MAX_DOCUMENT_BYTES, read_regular
 from tierstore.formats.snapshot.manifest import MAX_REQUESTS, check_path
-from tierstore.formats.snapshot.requests import flatten, ragged, read_request, write_arrays
+from tierstore.formats.snapshot.requests import ragged, read_request, request_arrays, write_arrays
 from tierstore.types import by_name, check_name
 
 MAX_BYTES = 256 << 20  # of all examples of a snapshot
@@ -95,12 +95,12 @@ class GoldenExample:
 
 
 def write_example(path: Path, inputs: Mapping[str, Any], expected: Any) -> int:
-    """Publish an example, and return the bytes of its arrays. SnapshotError for what is no array of numbers or strings."""
-    arrays = flatten(inputs)
+    """Publish an example, and return the bytes of its arrays. SnapshotError for what is no array."""
+    arrays = request_arrays(inputs)
     for name in arrays:
         if name.startswith(_EXPECTED):
             raise SnapshotError(f"golden example: an input cannot be called {name!r}; rename it")
-    wanted = flatten(dict(by_name(expected, "expected")))
+    wanted = request_arrays(dict(by_name(expected, "expected")))
     if not wanted:
         raise SnapshotError("golden example: expected at least one output or feature with what it should be, got none")
     arrays |= {f"{_EXPECTED}{name}": array for name, array in wanted.items()}

@@ -285,7 +285,9 @@ class Snapshot:
             return []
         paths = [(entry, self._resolve(f"{folder}/{entry.path}", file_only=True)) for entry in index.examples]
         if (nbytes := sum(size_of(path) for _, path in paths)) > 2 * MAX_BYTES:
-            raise SnapshotError(f"golden examples of {nbytes} bytes, at most {MAX_BYTES} are allowed", file=GOLDEN_INDEX)
+            raise SnapshotError(
+                f"golden examples of {nbytes} bytes, at most {MAX_BYTES} are allowed", file=GOLDEN_INDEX
+            )
         return paths
 
     def _shard(self, table: str, shard_no: int) -> tuple[TableEntry, ShardEntry]:
