@@ -81,7 +81,7 @@ def load_again_is_refused(tmp_path: Path) -> bool:
 
 def test_rows_and_pooled_rows_are_expected_by_feature(tmp_path: Path) -> None:
     bags = [[1, 2], [], [5]]
-    pooled = [(VECTORS[1] + VECTORS[2]) / 2, np.zeros(DIM), VECTORS[5]]
+    pooled = [(VECTORS[1] + VECTORS[2]) / 2, np.zeros(DIM, np.float32), VECTORS[5]]
     imported(tmp_path, {"item": bags, "expected.item": pooled}, combiner="mean")
     assert load(tmp_path)["held"] == 1
 

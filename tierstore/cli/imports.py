@@ -114,9 +114,8 @@ def import_(
     from tierstore.imports.tables_file import TablesFile
 
     examples = None if golden is None else GoldenFile(golden)
-    for path in paths:
-        if not path.exists() and not pairs_in(path):
-            raise typer.BadParameter(f"{path} does not exist")
+    if missing := [path for path in paths if not path.exists() and not pairs_in(path)]:
+        raise typer.BadParameter(f"{missing[0]} does not exist")
     if len(paths) == 1 and paths[0].suffix == ".toml":
         if table is not None:
             raise typer.BadParameter(f"expected no --table with {paths[0]}, which names the tables")
@@ -128,13 +127,18 @@ def import_(
     elif table is None:
         raise typer.BadParameter("expected --table, the name for the table, or one tables.toml")
     else:
-        features = (Feature(feature or table, combiner),)
-        tables = [TableSource(table, paths, key, vector, key_type, dtype, default, features, ttl, time_column)]
+        of = (Feature(feature or table, combiner),)
+        tables = [TableSource(table, paths, key, vector, key_type, dtype, default, of, ttl, time_column)]
     if model is None:
         raise typer.BadParameter("expected --model, the name for the model")
-    given: dict[str, Any] = {"on_null": on_null, "on_duplicate": on_duplicate, "dim": dim}
-    tables = [replace(one, **{name: value for name, value in given.items() if value is not None}) for one in tables]
+    tables = _with_given(tables, {"on_null": on_null, "on_duplicate": on_duplicate, "dim": dim})
     _say(json, [_imported(model, tables, dense, out, version, delta_seq, data, url, examples)])
+
+
+def _with_given(tables: list[TableSource], options: dict[str, Any]) -> list[TableSource]:
+    """The tables with the options that the command line has."""
+    given = {name: value for name, value in options.items() if value is not None}
+    return [replace(one, **given) for one in tables]
 
 
 def import_hps(

@@ -136,13 +136,13 @@ def import_table(
         source: a path or paths of Parquet, Arrow or ORC files, of directories of them (as Spark, Ray, DuckDB and pandas
             write them), of checkpoints, `.npz` or `.npy` arrays, word2vec's text, or of a HugeCTR folder; or a frame
             (pandas, Polars, DuckDB), Arrow data, or a mapping of columns that are arrays.
-        key: the column of the keys: integers of any width, or strings; as `meta.id`, a field of a structure.
-        vector: the column of the vectors (lists, fixed-size lists, arrays), or the columns of one number each: their
-            names, or a pattern such as `f*` (`f2` comes before `f10`).
-        feature: its name in requests; default the table's. combiner: how its bags are pooled.
-            padding_key: a key that never counts.
-        key_type: `int64`, `uint64` or `string`; default that of the column.
-        dtype: how rows are stored: default float16 where the vectors are, else float32.
+        key: the column of the keys: integers of any width, or strings; as `meta.id`, a field of a structure. vector:
+            that of the vectors (lists, fixed-size lists, arrays), or those of one number each: their names, or a
+            pattern such as `f*` (`f2` comes before `f10`).
+        feature: its name in requests; default the table's. combiner: how its bags are pooled. padding_key: one that
+            never counts.
+        key_type: `int64`, `uint64` or `string`; default that of the column. dtype: how rows are stored: default
+            float16 where the vectors are, else float32.
         default: the vector of keys that the table does not hold: `zeros`, `mean`, or `dim` numbers.
         ttl_s: rows that were not written for so long expire: seconds, or a time such as `30d`. time_column:
             the column that says when each row was written (seconds since 1970, timestamps or dates); default
@@ -152,10 +152,10 @@ def import_table(
             It reads the keys first, and holds them in memory.
         dim: numbers of a vector: other vectors are refused. Files that do not say it (HugeCTR, TFRA, dynamicemb) are
             compared with it.
-        dense: an ONNX file that scores the rows. golden: a Parquet file of golden examples, a column a feature or input
-            of the dense part, and one for each expected output; `expected.<feature>` has rows. left_out: called at the end of the table with what was left out.
+        dense: an ONNX file that scores the rows. golden: a Parquet file of golden examples (`imports/golden.py`).
+        left_out: called at the end of the table with what was left out.
         out: the directory; default `snapshots/<model>/<version>`. version: default the time, as 20261120093000.
-        delta_seq: deltas up to this one are in the rows already.
+            delta_seq: deltas up to this one are in the rows already.
 
     SnapshotError names file, row and reason.
     """
