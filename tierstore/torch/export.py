@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import nn
 
 from tierstore.errors import InvalidInput
@@ -16,9 +15,11 @@ from tierstore.formats.normalize import guessed_key_type
 from tierstore.formats.rounding import Rounding
 from tierstore.formats.snapshot.writer import SnapshotWriter, TableWriter
 from tierstore.torch.dense import dense_part
-from tierstore.torch.runs import Feature, runs_of
+from tierstore.torch.golden import write_golden
+from tierstore.torch.runs import Feature, request_of, runs_of
 from tierstore.torch.tables import BATCH_ROWS, checked_keys, rows_of, tables_of, unwrapped
 from tierstore.torch.touched import TouchedRows
+from tierstore.types import StorageDtype
 
 
 def write_snapshot(
@@ -36,6 +37,7 @@ def write_snapshot(
     dense: bool = True,
     output_names: Sequence[str] | None = None,
     touched: TouchedRows | None = None,
+    golden: bool = True,
 ) -> dict[str, Rounding]:
     """Write a snapshot of a module: its embeddings as tables, in parts and never copied whole, and its dense part.
 
@@ -50,6 +52,8 @@ def write_snapshot(
         dense: False to write the tables only.
         output_names: of what `forward` returns, as for `export_dense`.
         touched: its rows count as written then, so that the next delta holds what changed after the snapshot.
+        golden: whether what the module scores on these runs, for rows as they are stored, is written as golden
+            examples: a version that answers otherwise is refused at load.
 
     Returns by table how far its numbers are off once they are stored in `dtype`: `largest` and `mean`.
     Raises SnapshotError and InvalidInput, before anything is written where possible.
@@ -79,7 +83,11 @@ def write_snapshot(
         _write_features(snapshot, features, named)
         if graph is not None:
             snapshot.dense(graph)
-            snapshot.request(_request(features, inputs, named))
+            snapshot.request(request_of(features, inputs, named))
+        if golden:
+            write_golden(
+                snapshot, module, runs, tables, keys=named, dtype=StorageDtype(dtype), default=default, graph=graph
+            )
     if touched is not None:
         touched.clear()
     return rounding
@@ -123,16 +131,3 @@ def export_dense(
     if path is not None:
         Path(path).write_bytes(content)
     return content
-
-
-def _request(features: Mapping[str, Feature], inputs: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
-    """The example as a request to the served model."""
-    request: dict[str, Any] = {
-        name: value.numpy(force=True)
-        for name, value in inputs.items()
-        if isinstance(value, torch.Tensor) and not any(name in feature.parts for feature in features.values())
-    }
-    for name, feature in features.items():
-        rows = feature.bags.keys.numpy(force=True)
-        request[name] = feature.bags.as_request(keys[feature.table][rows] if feature.table in keys else rows)
-    return request
