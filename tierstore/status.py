@@ -103,6 +103,7 @@ class VersionStatus(TypedDict):
     partitions: NotRequired[PartitionsStatus | None]
     created_at: NotRequired[str | None]
     golden: NotRequired[GoldenStatus | None]
+    mixes_rows: NotRequired[list[str]]  # heads whose requests are not joined, as rows of a batch change each other
     dense: NotRequired[str | None]  # what becomes of its dense part without a name; None: it has none
     heads: NotRequired[dict[str, str]]  # the same of those with names
     dense_passed_over: NotRequired[str | None]

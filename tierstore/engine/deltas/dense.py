@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Container, Mapping
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -40,7 +42,7 @@ from tierstore.predict.binding import FeatureInput
 from tierstore.predict.runtime import Runtime
 from tierstore.predict.session import Array, DenseCounts, DenseSession
 from tierstore.predict.signature import Shape
-from tierstore.predict.warmup import warm
+from tierstore.predict.warmup import mixes_rows, warm
 from tierstore.tiers.background import yield_to_requests
 from tierstore.types import MOST_HEADS
 
@@ -175,6 +177,14 @@ class DenseParts:
             raise InvalidInput(f"it cannot be run within its limits: {error}") from error
         except TierstoreError as error:
             log.warning("model %s: a made-up request fails, requests of clients may succeed: %s", self._model, error)
+        with suppress(TierstoreError):  # of made-up requests, which may make no sense to it
+            if mixes_rows(session):
+                session.bindings = replace(session.bindings, mixes_rows=True)
+                log.warning(
+                    "model %s: the dense part %sanswers a row otherwise by which others are in its batch (does it "
+                    "quantize at run time?), so requests are not joined; a request of many rows is answered as one "
+                    "batch", self._model, part_of(head),
+                )  # fmt: skip
         for path in recorded(view.open_version.info, head):
             try:
                 predict(view, session, ragged(read_request(path, file=path.name)))
