@@ -58,8 +58,8 @@ def warm(session: DenseSession, rows_of: RowsOf, pause: Callable[[], None]) -> N
 def mixes_rows(session: DenseSession) -> bool:
     """Whether a row's answer depends on the other rows of its batch, as far as a trial shows.
 
-    Two batches of made-up rows, of which the first half is equal, and the others are much larger in one. Quantization of
-    a whole batch at run time (`DynamicQuantizeLinear`) shows, and so do norms and means over it. False for a graph
+    Two batches of made-up rows, of which the first half is equal, and the others are much larger in one. Quantization
+    of a whole batch at run time (`DynamicQuantizeLinear`) shows, and so do norms and means over it. False for a graph
     whose requests are not joined anyway, as its inputs and outputs name no common batch.
     """
     bindings = session.bindings
