@@ -215,5 +215,5 @@ def test_rows_and_scores_of_keras(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             )
     with in_process(), tierstore.open(tmp_path / "data", host_budget="4MiB", load_workers=1) as store:
         store.load_snapshot(tmp_path / "1")
-        with pytest.raises(SnapshotError, match="'score'|'item_id'"):  # rows as they were before the last fit
+        with pytest.raises(SnapshotError, match=r"'score'|'item_id'"):  # rows as they were before the last fit
             store.load_snapshot(tmp_path / "2")

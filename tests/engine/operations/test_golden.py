@@ -12,14 +12,17 @@ import numpy as np
 import pytest
 
 import tierstore
+from tests import hashed_keys
 from tests.engine import scenes
 from tests.predict import onnx_models
+from tests.tiers.cuda_shim.backend import ShimDevice
 from tierstore.engine.operations.restore import restore
 from tierstore.engine.store import Store
 from tierstore.errors import LoadCancelled, NotFound, SnapshotError
 from tierstore.formats.snapshot.golden import GoldenIndex, write_example
 from tierstore.formats.snapshot.reader import open_snapshot
 from tierstore.status import golden_text
+from tierstore.tiers.device import gpu
 
 pytestmark = pytest.mark.usefixtures("quick_loads")
 
@@ -383,3 +386,64 @@ def test_a_built_version_brings_them(store: Store, tmp_path: Path, partitions: i
     tierstore.build_snapshot(write(tmp_path / "b", 2, bias=1.0), tmp_path / "wrong", partitions=partitions)
     with pytest.raises(SnapshotError, match="output 'score'"):
         store.load_snapshot(tmp_path / "wrong")
+
+
+# --- every kind of key, row and place
+
+
+def test_hashed_keys_are_hashed_as_requests_are(store: Store, tmp_path: Path) -> None:
+    for version, off in ((1, 0.0), (2, 1.0)):
+        with tierstore.SnapshotWriter(tmp_path / str(version), model="ctr", version=version) as writer:
+            writer.table("item", dim=4).write(np.arange(hashed_keys.ROWS), hashed_keys.vectors(range(hashed_keys.ROWS)))
+            for name, (how, keys, rows) in hashed_keys.FEATURES.items():
+                writer.feature(name, table="item", hash=how)
+                writer.golden({name: keys}, {name: hashed_keys.vectors(rows, off if name == "word" else 0.0)})
+    store.load_snapshot(tmp_path / "1")
+    assert golden(store)["held"] == len(hashed_keys.FEATURES)  # type: ignore[index]
+    with pytest.raises(SnapshotError, match="the rows of feature 'word'"):
+        store.load_snapshot(tmp_path / "2")
+
+
+def test_string_keys_and_a_default_that_is_the_mean(store: Store, tmp_path: Path) -> None:
+    for version, absent in ((1, 2.0), (2, 0.0)):
+        with tierstore.SnapshotWriter(tmp_path / str(version), model="ctr", version=version) as writer:
+            writer.table("word", dim=1, key="string", default="mean").write(["a", "ü"], [[1.0], [3.0]])
+            writer.golden({"word": ["ü", "b", "a"]}, {"word": [[3.0], [absent], [1.0]]})
+    store.load_snapshot(tmp_path / "1")
+    with pytest.raises(SnapshotError, match=r"1 of 3 differ: expected 0, got 2 at \[1, 0\]"):
+        store.load_snapshot(tmp_path / "2")
+
+
+@pytest.mark.parametrize(("dtype", "levels"), [("int8", 255), ("int4", 15)])
+def test_coarse_rows_are_held_to_rows_as_they_are_stored(store: Store, tmp_path: Path, dtype: str, levels: int) -> None:
+    exact = np.arange(levels + 1, dtype=np.float32)[None].repeat(3, 0) / 8  # each number is one of the codes
+    between = np.random.default_rng(0).random((3, levels + 1), np.float32)
+    for version, rows in ((1, exact), (2, between)):
+        with tierstore.SnapshotWriter(tmp_path / str(version), model="ctr", version=version) as writer:
+            writer.table("item", dim=levels + 1, dtype=dtype).write([1, 2, 3], rows)
+            writer.golden({"item": [1, 2, 3]}, {"item": rows})
+    store.load_snapshot(tmp_path / "1")
+    with pytest.raises(SnapshotError, match="the rows of feature 'item'"):  # full rows, which are not what is stored
+        store.load_snapshot(tmp_path / "2")
+
+
+def test_a_store_with_a_device_tier_is_held_to_them(
+    open_store: Callable[..., Store], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu, "find_backend", lambda: (ShimDevice(), None))
+    store = open_store(device_budget="4MiB")
+    store.load_snapshot(write(tmp_path))
+    assert golden(store)["held"] == 1  # type: ignore[index]
+    with pytest.raises(SnapshotError, match="output 'score'"):
+        store.load_snapshot(write(tmp_path, 2, bias=1.0))
+
+
+def test_a_version_that_is_refused_never_becomes_a_canary(store: Store, tmp_path: Path) -> None:
+    store.load_snapshot(write(tmp_path))
+    with pytest.raises(SnapshotError):
+        store.load_snapshot(write(tmp_path, 2, bias=1.0), activate=False)
+    with pytest.raises(NotFound):
+        store.canary("ctr", 2, share=0.5)
+    store.load_snapshot(write(tmp_path, 3), activate=False)
+    store.canary("ctr", 3, share=0.5)
+    assert golden(store, 3)["held"] == 1  # type: ignore[index]
