@@ -62,7 +62,7 @@ def write_golden(
         expected = {name: feature.rows.numpy(force=True) for name, feature in run.features.items()}
         if graph is not None:
             expected |= {name: _array(value) for name, value in zip(outputs, run.outputs, strict=True)}
-        within: dict[str, float] = {}
+        within: dict[str, Any] = {}
         if epsilon > _COARSE:
             floats = [np.abs(one).max(initial=0.0) for one in expected.values() if one.dtype.kind == "f"]
             within = {"rtol": max(RTOL, epsilon), "atol": epsilon * float(max(floats))}
@@ -127,8 +127,9 @@ def _row_numbers(feature: Feature) -> torch.Tensor:
 def _array(value: Any) -> np.ndarray[Any, Any]:
     if isinstance(value, torch.Tensor):
         value = value.float() if value.dtype is torch.bfloat16 else value
-        return value.numpy(force=True)
-    return np.asarray(value)
+        value = value.numpy(force=True)
+    array: np.ndarray[Any, Any] = np.asarray(value)
+    return array
 
 
 def _difference(full: Run, stored: Run) -> float:

@@ -281,12 +281,12 @@ def difference(expected: npt.NDArray[Any], got: Any, rtol: float, atol: float | 
     )
 
 
-def _plain(array: Any) -> npt.NDArray[Any]:
+def _plain(values: Any) -> npt.NDArray[Any]:
     """An array of numbers, or of strings as text."""
-    array = np.asarray(array)
+    array: npt.NDArray[Any] = np.asarray(values)
     if array.dtype.kind == "S" or array.dtype.hasobject:
         texts = [one.decode() if isinstance(one, bytes) else str(one) for one in array.reshape(-1).tolist()]
-        return np.array(texts, np.str_).reshape(array.shape)
+        array = np.array(texts, np.str_).reshape(array.shape)
     return array
 
 

@@ -118,10 +118,8 @@ def read_example(path: Location, *, file: str) -> GoldenExample:
     return GoldenExample(ragged(inputs), expected)
 
 
-def checked_tolerance(name: str, value: float | None) -> float | None:
+def checked_tolerance(name: str, value: float) -> float:
     """A tolerance that was given. SnapshotError for what is none."""
-    if value is None:
-        return None
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
         raise SnapshotError(f"golden example: {name}: expected a number of at least 0, got {shown(value)}")
     return float(value)

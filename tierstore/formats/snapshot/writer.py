@@ -264,9 +264,9 @@ class SnapshotWriter:
         of = check_name("head", head) if head else ""
         if sum(entry.head == of for entry in self._golden) >= MAX_REQUESTS:
             raise too_many(of)
-        within = {"rtol": checked_tolerance("rtol", rtol), "atol": checked_tolerance("atol", atol)}
+        rtol, atol = checked_tolerance("rtol", rtol), None if atol is None else checked_tolerance("atol", atol)
         folder = self.directory / Path(GOLDEN_INDEX).parent
-        entry = GoldenEntry(path=f"{len(self._golden):05d}{REQUEST_SUFFIX}", head=of, **within)
+        entry = GoldenEntry(path=f"{len(self._golden):05d}{REQUEST_SUFFIX}", head=of, rtol=rtol, atol=atol)
         files.make_dir(folder)
         self._golden_bytes += write_example(folder / entry.path, inputs, expected)
         if self._golden_bytes > MAX_BYTES:
