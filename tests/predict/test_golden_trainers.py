@@ -107,7 +107,7 @@ def then(exported: Exported, *nodes: Any, constants: dict[str, Any] | None = Non
     for node in graph.node:
         node.output[:] = ["raw" if name == exported.output else name for name in node.output]
     del graph.output[:]
-    graph.output.append(onnx.helper.make_tensor_value_info("score", onnx.TensorProto.FLOAT, None))
+    graph.output.append(onnx.helper.make_tensor_value_info("score", onnx.TensorProto.FLOAT, ["rows", 1]))
     graph.node.extend(nodes)
     held = [onnx.numpy_helper.from_array(np.float32(value), name) for name, value in (constants or {}).items()]
     graph.initializer.extend(held)

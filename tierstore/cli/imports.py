@@ -119,8 +119,7 @@ def import_(
     if len(paths) == 1 and paths[0].suffix == ".toml":
         if table is not None:
             raise typer.BadParameter(f"expected no --table with {paths[0]}, which names the tables")
-        file = TablesFile.read(paths[0])
-        tables = file.sources(paths[0].parent)
+        tables = (file := TablesFile.read(paths[0])).sources(paths[0].parent)
         model, version, delta_seq = model or file.model, version or file.version, delta_seq or file.delta_seq
         dense = dense or (None if file.dense is None else paths[0].parent / file.dense)
         examples = examples or file.examples(paths[0].parent)

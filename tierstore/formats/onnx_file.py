@@ -71,7 +71,7 @@ def read_dense(
         raise error(f"dense: cannot read {path}: {problem.strerror or problem}") from problem
 
 
-def ports_of(content: bytes) -> tuple[dict[str, int], list[str]]:
+def graph_ports(content: bytes) -> tuple[dict[str, int], list[str]]:
     """The inputs of a model, each with its number of dimensions, and its outputs. SnapshotError, MissingExtra."""
     try:
         import onnx

@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 import pyarrow.dataset as ds
 
 from tierstore.errors import SnapshotError
-from tierstore.formats.onnx_file import ports_of, read_dense
+from tierstore.formats.onnx_file import graph_ports, read_dense
 from tierstore.formats.snapshot.golden import RTOL
 from tierstore.formats.snapshot.writer import SnapshotWriter
 
@@ -44,7 +44,7 @@ def write_golden(
         table = ds.dataset(str(file)).to_table()
     except (OSError, pa.ArrowException) as error:
         raise SnapshotError(f"cannot be read as Parquet or Arrow: {error}", file=str(file)) from error
-    inputs, outputs = ({}, []) if dense is None else ports_of(read_dense(dense, SnapshotError))
+    inputs, outputs = ({}, []) if dense is None else graph_ports(read_dense(dense, SnapshotError))
     expected: dict[str, str] = {}  # by output or feature, the column
     given: list[str] = []
     for column in table.column_names:

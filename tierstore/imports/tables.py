@@ -138,22 +138,20 @@ def import_table(
             (pandas, Polars, DuckDB), Arrow data, or a mapping of columns that are arrays.
         key: the column of the keys: integers of any width, or strings; as `meta.id`, a field of a structure. vector:
             that of the vectors (lists, fixed-size lists, arrays), or those of one number each: their names, or a
-            pattern such as `f*` (`f2` comes before `f10`).
+            pattern such as `f*` (`f2` before `f10`).
         feature: its name in requests; default the table's. combiner: how its bags are pooled. padding_key: one that
             never counts.
         key_type: `int64`, `uint64` or `string`; default that of the column. dtype: how rows are stored: default
             float16 where the vectors are, else float32.
         default: the vector of keys that the table does not hold: `zeros`, `mean`, or `dim` numbers.
-        ttl_s: rows that were not written for so long expire: seconds, or a time such as `30d`. time_column:
-            the column that says when each row was written (seconds since 1970, timestamps or dates); default
-            the time of the import for all.
+        ttl_s: rows that were not written for so long expire: seconds, or a time such as `30d`. time_column: the column
+            that says when each row was written (seconds since 1970, timestamps, dates); default the time of the import.
         on_null: `skip` leaves out rows with a null in one of these columns, or within a vector; `fail` refuses them.
-        on_duplicate: `last` keeps the last row of a key, in the order of files and rows; `fail` has the load refuse it.
-            It reads the keys first, and holds them in memory.
-        dim: numbers of a vector: other vectors are refused. Files that do not say it (HugeCTR, TFRA, dynamicemb) are
-            compared with it.
+        on_duplicate: `last` keeps the last row of a key in the order of files and rows, and holds all keys in memory;
+            `fail` has the load refuse it.
+        dim: numbers of a vector: others are refused; files that do not say it (HugeCTR, TFRA) are compared with it.
         dense: an ONNX file that scores the rows. golden: a Parquet file of golden examples (`imports/golden.py`).
-        left_out: called at the end of the table with what was left out.
+            left_out: called at the end of the table with what was left out.
         out: the directory; default `snapshots/<model>/<version>`. version: default the time, as 20261120093000.
             delta_seq: deltas up to this one are in the rows already.
 

@@ -16,7 +16,7 @@ from tierstore.formats.rounding import Rounding
 from tierstore.formats.snapshot.writer import SnapshotWriter, TableWriter
 from tierstore.torch.dense import dense_part
 from tierstore.torch.golden import write_golden
-from tierstore.torch.runs import Feature, request_of, runs_of
+from tierstore.torch.runs import Feature, example_request, runs_of
 from tierstore.torch.tables import BATCH_ROWS, checked_keys, rows_of, tables_of, unwrapped
 from tierstore.torch.touched import TouchedRows
 from tierstore.types import StorageDtype
@@ -52,8 +52,7 @@ def write_snapshot(
         dense: False to write the tables only.
         output_names: of what `forward` returns, as for `export_dense`.
         touched: its rows count as written then, so that the next delta holds what changed after the snapshot.
-        golden: whether what the module scores on these runs, for rows as they are stored, is written as golden
-            examples: a version that answers otherwise is refused at load.
+        golden: whether to write what the module scores for rows as stored: a load that gets other scores fails.
 
     Returns by table how far its numbers are off once they are stored in `dtype`: `largest` and `mean`.
     Raises SnapshotError and InvalidInput, before anything is written where possible.
@@ -68,9 +67,8 @@ def write_snapshot(
             f"keys: table {hashed[0]!r} is read through HashKeys, so its keys are the numbers of its rows"
         )
     ttls = dict(ttl_s or {})
-    if not set(ttls) <= set(tables):
-        unknown = next(name for name in ttls if name not in tables)
-        raise InvalidInput(f"ttl_s: {unknown!r} is no table of the module; its tables are {', '.join(tables)}")
+    if unknown := [name for name in ttls if name not in tables]:
+        raise InvalidInput(f"ttl_s: {unknown[0]!r} is no table of the module; its tables are {', '.join(tables)}")
     graph = dense_part(module, runs, tables, output_names) if dense else None
     rounding: dict[str, Rounding] = {}
     with SnapshotWriter(directory, model=model, version=version, delta_seq=delta_seq) as snapshot:
@@ -83,11 +81,10 @@ def write_snapshot(
         _write_features(snapshot, features, named)
         if graph is not None:
             snapshot.dense(graph)
-            snapshot.request(request_of(features, inputs, named))
+            snapshot.request(example_request(features, inputs, named))
         if golden:
-            write_golden(
-                snapshot, module, runs, tables, keys=named, dtype=StorageDtype(dtype), default=default, graph=graph
-            )
+            kept = StorageDtype(dtype)
+            write_golden(snapshot, module, runs, tables, keys=named, dtype=kept, default=default, graph=graph)
     if touched is not None:
         touched.clear()
     return rounding

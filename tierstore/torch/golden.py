@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from tierstore.formats.onnx_file import ports_of
+from tierstore.formats.onnx_file import graph_ports
 from tierstore.formats.snapshot.golden import RTOL
 from tierstore.formats.snapshot.writer import SnapshotWriter
 from tierstore.kernels.codec import decode, encode
 from tierstore.torch.hashing import HashKeys
-from tierstore.torch.runs import Feature, Run, epsilon_of, request_of, run_of
+from tierstore.torch.runs import Feature, Run, epsilon_of, example_request, run_of
 from tierstore.torch.tables import rows_of
 from tierstore.types import StorageDtype
 
@@ -49,10 +49,10 @@ def write_golden(
     off = max((_difference(full, stored) for full, stored in zip(runs, again, strict=True)), default=0.0)
     if off:
         log.info("scores of rows as they are stored, %s, differ from the module's by %.3g at most", dtype.value, off)
-    inputs, outputs = ({}, []) if graph is None else ports_of(graph)
+    inputs, outputs = ({}, []) if graph is None else graph_ports(graph)
     epsilon = 8 * epsilon_of(module.parameters())
     for run in again:
-        request = request_of(run.features, run.inputs, keys)
+        request = example_request(run.features, run.inputs, keys)
         request = {name: value for name, value in request.items() if name in inputs or name in run.features}
         request |= {  # sequences are no bags: their rows are looked up as they are
             name: request[name][0]

@@ -287,7 +287,9 @@ def _served(table: Any, bags: Bags, combiner: str | None, padding: int | None, h
     return sums / factors.new_zeros(len(starts)).index_add_(0, owners, factors).clamp(min=1)[:, None]
 
 
-def request_of(features: Mapping[str, Feature], inputs: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
+def example_request(
+    features: Mapping[str, Feature], inputs: Mapping[str, Any], keys: Mapping[str, Any]
+) -> dict[str, Any]:
     """The example as a request to the served model."""
     request: dict[str, Any] = {
         name: value.numpy(force=True)
