@@ -26,7 +26,7 @@ _EXPECTED = "expected."
 _INDEX = "__index_level_"  # of pandas
 
 
-def write_golden(
+def write_golden_file(
     snapshot: SnapshotWriter,
     file: str | Path,
     *,

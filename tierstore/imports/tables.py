@@ -27,7 +27,7 @@ from tierstore.formats.row_times import TIME
 from tierstore.formats.snapshot.golden import RTOL
 from tierstore.formats.snapshot.manifest import Manifest
 from tierstore.formats.snapshot.writer import SnapshotWriter, TableWriter
-from tierstore.imports.golden import write_golden
+from tierstore.imports.golden import write_golden_file
 from tierstore.imports.sources import Block, Wanted, bad_row, blocks, check, rows_in
 from tierstore.kernels.codec import BadRow, encode
 from tierstore.types import Combiner, KeyType, Progress, ProgressFn, StorageDtype
@@ -223,7 +223,7 @@ def _write_examples(
         for feature in table.features or (Feature(table.name),)
     }
     graph = dense if dense is None or isinstance(dense, bytes) else Path(dense)
-    write_golden(snapshot, Path(file.path), pooled=pooled, dense=graph, rtol=file.rtol, atol=file.atol)
+    write_golden_file(snapshot, Path(file.path), pooled=pooled, dense=graph, rtol=file.rtol, atol=file.atol)
 
 
 def version_of_now() -> int:
