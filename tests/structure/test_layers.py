@@ -144,6 +144,7 @@ ROOMS: dict[str, dict[str, int]] = {
         "key_arrays": 1,
         "times": 0,
         "colliding": 0,
+        "managed_collisions": 0,
         "private": 0,
         "objects": 1,
         "regular": 2,

@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 MCH_IDS, MCH_SLOTS, MCH_FREE = "_mch_sorted_raw_ids", "_mch_remapped_ids_mapping", (1 << 63) - 1
-HASH_ZCH_PREFIX, HASH_ZCH_IDS = "_hash_zch_", "_hash_zch_identities"
+MCH, HASH_ZCH = "MCH", "hash ZCH"
+HASH_ZCH_PREFIX = "_hash_zch_"
 
 
 def kind_of(names: Iterable[str]) -> str | None:
@@ -19,7 +20,7 @@ def kind_of(names: Iterable[str]) -> str | None:
     for name in names:
         last = name.rpartition(".")[2]
         if last in (MCH_IDS, MCH_SLOTS):
-            return "MCH"
+            return MCH
         if last.startswith(HASH_ZCH_PREFIX):
-            return "hash ZCH"
+            return HASH_ZCH
     return None

@@ -25,14 +25,17 @@ _OF_RANGE, _OF_LARGEST = 1e-3, 1e-4
 
 
 class _Rows(nn.Module):  # type: ignore[misc]
-    """Replaces a table: its input are rows already, float32 as they are served."""
+    """Replaces a table: its input are rows already, float32 as they are served.
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    Where `forward` takes the weight too (a softmax over all rows), the whole of it is in the graph.
+    """
+
+    def __init__(self, table: Any) -> None:
         super().__init__()
-        self._dtype = dtype
+        self.weight = table.weight
 
     def forward(self, input: Any, *_: Any, **__: Any) -> Any:
-        return input.to(self._dtype)
+        return input.to(self.weight.dtype)
 
 
 class _Pooled:
@@ -56,7 +59,9 @@ class _PooledRows(nn.Module):  # type: ignore[misc]
 
 
 class _Dense(nn.Module):  # type: ignore[misc]
-    """The module, called with rows for features, and with None for the arguments that features were made of."""
+    """The module, called with rows for features, with None for the arguments that features were made of, and with what
+    is no tensor as it is.
+    """
 
     def __init__(
         self, module: nn.Module, tables: Mapping[str, Any], features: Mapping[str, Feature], inputs: Mapping[str, Any]
@@ -65,11 +70,12 @@ class _Dense(nn.Module):  # type: ignore[misc]
         self._given = _Pooled()
         self._replaced: list[tuple[Any, nn.Module]] = [  # what is in a list is no submodule
             *((one.module, _PooledRows(one, features, self._given)) for one in collections_of(module)),
-            *((table, _Rows(table.weight.dtype)) for table in tables.values()),
+            *((table, _Rows(table)) for table in tables.values()),
             *((one, nn.Identity()) for one in module.modules() if isinstance(one, HashKeys)),
         ]
-        self._unused = {part: None for feature in features.values() for part in feature.parts}
-        self._arguments = [name for name in inputs if name not in self._unused]
+        constants = {name: value for name, value in inputs.items() if not isinstance(value, torch.Tensor)}
+        self._constant = constants | {part: None for feature in features.values() for part in feature.parts}
+        self._arguments = [name for name in inputs if name not in self._constant]
         self.names = [*self._arguments, *(name for name, feature in features.items() if feature.pooled is not None)]
         self.inner = module
 
@@ -80,7 +86,7 @@ class _Dense(nn.Module):  # type: ignore[misc]
     def forward(self, *values: Any) -> Any:
         given = dict(zip(self.names, values, strict=True))
         self._given.by_feature = given
-        return self.inner(**{name: given[name] for name in self._arguments}, **self._unused)
+        return self.inner(**{name: given[name] for name in self._arguments}, **self._constant)
 
     @contextmanager
     def without_tables(self) -> Iterator[None]:

@@ -140,8 +140,8 @@ def _drawn(
                 first = [0, len(table.weight) - 1, *([] if table.padding_idx is None else [table.padding_idx])]
                 drawn[: len(first)] = first[: len(drawn)]
         else:
-            limits = torch.iinfo(keys.dtype)
-            drawn = rng.integers(limits.min, limits.max, keys.numel(), endpoint=True, dtype=np.int64)
+            limits, most = torch.iinfo(keys.dtype), (1 << 63) - 1
+            drawn = rng.integers(limits.min, min(limits.max, most), keys.numel(), endpoint=True, dtype=np.int64)
         return torch.from_numpy(drawn).to(keys).reshape(keys.shape)
 
     others = dict(inputs)

@@ -42,9 +42,13 @@ def collections_of(module: nn.Module) -> list[Collection]:
 
 def unwrapped(module: nn.Module) -> nn.Module:
     """The module within those of `torch.compile` and of data parallel training."""
-    while isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)) or "_orig_mod" in module._modules:
-        module = getattr(module, "module", None) or module._modules["_orig_mod"]
-    return module
+    while True:
+        if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            module = module.module
+        elif (inner := module._modules.get("_orig_mod")) is not None:
+            module = inner
+        else:
+            return module
 
 
 def tables_of(module: nn.Module) -> dict[str, Any]:
@@ -82,8 +86,8 @@ def _instead_of_tables(module: nn.Module) -> str:
     return ""
 
 
-def check_table(name: str, table: Any) -> None:
-    """InvalidInput for a table that answers something else than the rows of a weight that one process has whole."""
+def check_forward(name: str, table: Any) -> None:
+    """InvalidInput for a table with a forward of its own, which does more than to look rows up."""
     plain = nn.Embedding if isinstance(table, nn.Embedding) else nn.EmbeddingBag
     own = {name for one in type(table).__mro__ if one not in plain.__mro__ for name in vars(one)}
     if {"forward", "__call__"} & {*vars(table), *own}:
@@ -92,6 +96,11 @@ def check_table(name: str, table: Any) -> None:
             "would be served without what it does. Have the module around the table do that: to its rows after the "
             "look-up, to its keys before it (tierstore.torch.HashKeys, or the caller of forward)"
         )
+
+
+def check_table(name: str, table: Any) -> None:
+    """InvalidInput for a table that answers something else than the rows of a weight that one process has whole."""
+    check_forward(name, table)
     weight = table.weight
     if weight.is_meta or hasattr(weight, "full_tensor") or weight.ndim != 2:
         raise InvalidInput(
@@ -104,15 +113,23 @@ def _kind(weight: Any) -> str:
     return f"{type(weight).__name__} {list(weight.shape)} on {weight.device}"
 
 
+def managed_collisions_of(module: nn.Module) -> list[tuple[str, Any, str | None]]:
+    """The modules of TorchRec that turn ids into slots: (name of the table, module, `MCH` or another kind)."""
+    return [
+        (path.rpartition(".")[2], part, kind_of(part._buffers))
+        for path, part in module.named_modules()
+        if kind_of(part._buffers) or any(one.__name__ == "ManagedCollisionModule" for one in type(part).__mro__)
+    ]
+
+
 def check_collections(module: nn.Module) -> None:
-    """InvalidInput for collections that do something else than TorchRec's, or to keys that are no rows."""
-    for part in module.modules():
-        if (kind := kind_of(part._buffers)) is not None:
-            raise InvalidInput(
-                f"the module has managed collisions ({type(part).__name__}, {kind}): its tables are looked up by slots, "
-                "which pass from one id to another, and not by the ids of requests. Write a table by raw id with "
-                "`tierstore import`, as docs/migrate-torchrec.md has it, and its deltas with DeltaWriter"
-            )
+    """InvalidInput for collections that do something else than TorchRec's, or whose keys are slots of ids."""
+    for table, part, _ in managed_collisions_of(module):
+        raise InvalidInput(
+            f"table {table!r} has managed collisions ({type(part).__name__}): it is looked up by slots, which pass "
+            "from one id to another, and not by the ids of requests. Write it by raw id with `tierstore import`, as "
+            "docs/migrate-torchrec.md has it, and its deltas with DeltaWriter"
+        )
     for collection in collections_of(module):
         of = type(collection.module)
         if "forward" in vars(collection.module) or (
