@@ -49,26 +49,21 @@ def write_snapshot(
         keys: by table, the key of each row in order: integers or strings; default the row's number.
         dtype: of all tables, as for `SnapshotWriter.table`; so is `default`.
         ttl_s: by table, after which time rows expire that no snapshot or delta has written: seconds, or `30d`.
-        dense: False to write the tables only.
-        output_names: of what `forward` returns, as for `export_dense`.
+        dense: False to write the tables only. output_names: of what `forward` returns, as for `export_dense`.
         touched: its rows count as written then, so that the next delta holds what changed after the snapshot.
         golden: whether to write what the module scores for rows as stored: a load that gets other scores fails.
 
     Returns by table how far its numbers are off once they are stored in `dtype`: `largest` and `mean`.
     Raises SnapshotError and InvalidInput, before anything is written where possible.
     """
-    module = unwrapped(module)
-    tables = tables_of(module)
+    tables = tables_of(module := unwrapped(module))
     runs = runs_of(module, inputs, tables)
-    features = runs[0].features
-    named = checked_keys(keys, tables)
+    features, named = runs[0].features, checked_keys(keys, tables)
     if hashed := [of.table for of in features.values() if of.hash is not None and of.table in named]:
         raise InvalidInput(
             f"keys: table {hashed[0]!r} is read through HashKeys, so its keys are the numbers of its rows"
         )
-    ttls = dict(ttl_s or {})
-    if unknown := [name for name in ttls if name not in tables]:
-        raise InvalidInput(f"ttl_s: {unknown[0]!r} is no table of the module; its tables are {', '.join(tables)}")
+    ttls = _checked_ttls(ttl_s, tables)
     graph = dense_part(module, runs, tables, output_names) if dense else None
     rounding: dict[str, Rounding] = {}
     with SnapshotWriter(directory, model=model, version=version, delta_seq=delta_seq) as snapshot:
@@ -83,11 +78,16 @@ def write_snapshot(
             snapshot.dense(graph)
             snapshot.request(example_request(features, inputs, named))
         if golden:
-            kept = StorageDtype(dtype)
-            write_golden(snapshot, module, runs, tables, keys=named, dtype=kept, default=default, graph=graph)
+            write_golden(snapshot, module, runs, tables, named, StorageDtype(dtype), default=default, graph=graph)
     if touched is not None:
         touched.clear()
     return rounding
+
+
+def _checked_ttls(ttl_s: Mapping[str, int | str] | None, tables: Mapping[str, Any]) -> dict[str, int | str]:
+    if unknown := [name for name in ttl_s or {} if name not in tables]:
+        raise InvalidInput(f"ttl_s: {unknown[0]!r} is no table of the module; its tables are {', '.join(tables)}")
+    return dict(ttl_s or {})
 
 
 def _write_rows(out: TableWriter, table: Any, keys: Any) -> Rounding:

@@ -33,9 +33,9 @@ def write_golden(
     module: nn.Module,
     runs: Sequence[Run],
     tables: Mapping[str, Any],
-    *,
     keys: Mapping[str, Any],
     dtype: StorageDtype,
+    *,
     default: str,
     graph: bytes | None,
 ) -> None:
