@@ -163,11 +163,12 @@ WRONG: dict[str, Make] = {
     "CatBoost Tweedie": lambda: catboost("CatBoostRegressor", np.abs(Y), loss_function="Tweedie:variance_power=1.5"),
     "forest with missing values": lambda: scikit_learn("RandomForestRegressor", *lacking(np.nan)[::-1]),
 }  # fmt: skip
+UNBASED = [om.node("Sub", "raw base", "margin"), om.node("Sigmoid", "margin", "score")]  # half are 1: no base
 MENDED: dict[str, tuple[str, list[Any], dict[str, Any]]] = {
     "LightGBM rf": ("a sum of trees", [om.node("Div", "raw trees", "score")], {"trees": TREES}),
     "LightGBM reg_sqrt": ("a root", [om.node("Abs", "raw", "size"), om.node("Mul", "raw size", "score")], {}),
-    "XGBoost reg:logistic": ("margins", [om.node("Sigmoid", "raw", "score")], {}),
-    "XGBoost binary:logistic": ("margins", [om.node("Sigmoid", "raw", "score")], {}),
+    "XGBoost reg:logistic": ("margins, and the base score as it is", UNBASED, {"base": BINARY.mean()}),
+    "XGBoost binary:logistic": ("margins, and the base score as it is", UNBASED, {"base": BINARY.mean()}),
     "CatBoost Poisson": ("a logarithm", [om.node("Exp", "raw", "score")], {}),
     "CatBoost Tweedie": ("a logarithm", [om.node("Exp", "raw", "score")], {}),
 }
