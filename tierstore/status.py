@@ -77,6 +77,17 @@ class HostBytes(TypedDict):
     need: int
 
 
+class GoldenStatus(TypedDict):
+    """The golden examples of a version: how many there were at its load, and what became of them."""
+
+    examples: int
+    held: int
+    left_out: int
+    not_run: int
+    largest_difference: float
+    why: str | None
+
+
 class VersionStatus(TypedDict):
     """A version of a model.
 
@@ -91,6 +102,8 @@ class VersionStatus(TypedDict):
     delta_seq: NotRequired[int]  # the newest delta that its snapshot had
     partitions: NotRequired[PartitionsStatus | None]
     created_at: NotRequired[str | None]
+    golden: NotRequired[GoldenStatus | None]
+    mixes_rows: NotRequired[list[str]]  # heads whose requests are not joined, as rows of a batch change each other
     dense: NotRequired[str | None]  # what becomes of its dense part without a name; None: it has none
     heads: NotRequired[dict[str, str]]  # the same of those with names
     dense_passed_over: NotRequired[str | None]
@@ -243,6 +256,15 @@ def unserved_parts(version: Mapping[str, Any]) -> list[tuple[str, str]]:
     parts = {"the dense part": version.get("dense") or ""}
     parts |= {f"the dense part {head!r}": state for head, state in version.get("heads", {}).items()}
     return [(what, state) for what, state in parts.items() if "not served" in state]
+
+
+def golden_text(report: Mapping[str, Any]) -> str:
+    """A `GoldenStatus` for a person: `64 held, largest difference 3e-07`."""
+    parts = [f"{report['held'] or 'none'} held"]
+    parts += [f"{report[name]} {name.replace('_', ' ')}" for name in ("left_out", "not_run") if report[name]]
+    if report["held"]:
+        parts.append(f"largest difference {report['largest_difference']:.2g}")
+    return ", ".join(parts) + (f" ({report['why']})" if report["why"] else "")
 
 
 class StoreStatus(TypedDict):

@@ -434,13 +434,17 @@ class DeltaResult:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What `verify` read back. `problems` is empty if everything is right."""
+    """What `verify` read back. `problems` is empty if everything is right.
+
+    `golden`: a line for each version that has golden examples.
+    """
 
     versions: int = 0
     rows: int = 0
     bytes_read: int = 0
     deltas: int = 0
     problems: tuple[str, ...] = field(default=())
+    golden: tuple[str, ...] = field(default=())
 
     @property
     def ok(self) -> bool:

@@ -440,3 +440,17 @@ def test_a_sample_of_chosen_keys(two: list[Node]) -> None:
             client.sample("ctr", keys={"x": [1]})
         with pytest.raises(InvalidInput, match="fit int64"):
             client.sample("ctr", keys={"item": [2**63]})
+
+
+def test_golden_examples_that_differ_end_it_at_the_first_node(two: list[Node], tmp_path: Path) -> None:
+    where = tmp_path / "wrong"
+    with tierstore.SnapshotWriter(where, model="ctr", version=2, delta_seq=5) as snapshot:
+        snapshot.table("item", dim=DIM).write([1], np.ones((1, DIM), np.float32))
+        snapshot.feature("item_id", table="item")
+        snapshot.golden({"item_id": [1]}, {"item_id": np.zeros((1, DIM), np.float32)})
+    with pytest.raises(RolloutFailed, match="golden example 0"):
+        rollout(where, urls(two), **QUICK)
+    assert active(two) == [1, 1]
+    assert [[entry["version"] for entry in node.store.status()["models"]["ctr"]["versions"]] for node in two] == [
+        [1]
+    ] * 2

@@ -204,6 +204,8 @@ def verify(
             f"read {report.versions} versions, {report.rows:,} rows ({show.size(report.bytes_read)}) and "
             f"{report.deltas:,} deltas back"
         )
+        for line in report.golden:
+            typer.echo(f"golden examples of {line}")
         for problem in report.problems:
             typer.echo(f"problem: {problem}")
         typer.echo("all is well" if report.ok else f"{len(report.problems)} problems")

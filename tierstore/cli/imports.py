@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tierstore.client import Client
     from tierstore.engine.store import Store
     from tierstore.formats.snapshot.manifest import TableEntry
-    from tierstore.imports.tables import TableSource
+    from tierstore.imports.tables import GoldenFile, TableSource
     from tierstore.types import ProgressFn
 
 _POLL_S = 0.1
@@ -68,6 +68,16 @@ OnDuplicate = Annotated[
 ]
 DType = Annotated[str | None, option("DTYPE", "How rows are stored: float32, float16, bfloat16, int8 or int4.")]
 Dense = Annotated[Path | None, option("FILE", "An ONNX model that scores the rows.", exists=True, dir_okay=False)]
+Golden = Annotated[
+    Path | None,
+    option(
+        "FILE",
+        "Parquet of golden examples: a column a feature or input, and expected outputs. A load that answers otherwise "
+        "fails.",
+        exists=True,
+        dir_okay=False,
+    ),
+]
 
 
 def import_(
@@ -98,6 +108,7 @@ def import_(
     on_duplicate: OnDuplicate = None,
     integers: Integers = False,
     dense: Dense = None,
+    golden: Golden = None,
     out: Out = None,
     version: Version = None,
     delta_seq: DeltaSeq = 0,
@@ -111,29 +122,35 @@ def import_(
     With --out it is written there. Otherwise it is loaded into --data, or through --url.
     """
     from tierstore.imports.raw_pairs import pairs_in
-    from tierstore.imports.tables import Feature, TableSource
+    from tierstore.imports.tables import Feature, GoldenFile, TableSource
     from tierstore.imports.tables_file import TablesFile
 
-    for path in paths:
-        if not path.exists() and not pairs_in(path):
-            raise typer.BadParameter(f"{path} does not exist")
+    examples = None if golden is None else GoldenFile(golden)
+    if missing := [path for path in paths if not path.exists() and not pairs_in(path)]:
+        raise typer.BadParameter(f"{missing[0]} does not exist")
     if len(paths) == 1 and paths[0].suffix == ".toml":
         if table is not None:
             raise typer.BadParameter(f"expected no --table with {paths[0]}, which names the tables")
-        file = TablesFile.read(paths[0])
-        tables = file.sources(paths[0].parent)
+        tables = (file := TablesFile.read(paths[0])).sources(paths[0].parent)
         model, version, delta_seq = model or file.model, version or file.version, delta_seq or file.delta_seq
         dense = dense or (None if file.dense is None else paths[0].parent / file.dense)
+        examples = examples or file.examples(paths[0].parent)
     elif table is None:
         raise typer.BadParameter("expected --table, the name for the table, or one tables.toml")
     else:
-        features = (Feature(feature or table, combiner),)
-        tables = [TableSource(table, paths, key, vector, key_type, dtype, default, features, ttl, time_column)]
+        of = (Feature(feature or table, combiner),)
+        tables = [TableSource(table, paths, key, vector, key_type, dtype, default, of, ttl, time_column)]
     if model is None:
         raise typer.BadParameter("expected --model, the name for the model")
-    given: dict[str, Any] = {"on_null": on_null, "on_duplicate": on_duplicate, "dim": dim, "integers": integers or None}
-    tables = [replace(one, **{name: value for name, value in given.items() if value is not None}) for one in tables]
-    _say(json, [_imported(model, tables, dense, out, version, delta_seq, data, url)])
+    given = {"on_null": on_null, "on_duplicate": on_duplicate, "dim": dim, "integers": integers or None}
+    tables = _with_given(tables, given)
+    _say(json, [_imported(model, tables, dense, out, version, delta_seq, data, url, examples)])
+
+
+def _with_given(tables: list[TableSource], options: dict[str, Any]) -> list[TableSource]:
+    """The tables with the options that the command line has."""
+    given = {name: value for name, value in options.items() if value is not None}
+    return [replace(one, **given) for one in tables]
 
 
 def import_hps(
@@ -189,6 +206,7 @@ def _imported(
     delta_seq: int,
     data: Path | None,
     url: str | None,
+    golden: GoldenFile | None = None,
 ) -> dict[str, Any]:
     from tierstore.cli.progress import shown_progress
     from tierstore.imports.tables import LeftOut, check_tables, duplicate_in, import_tables, version_of_now
@@ -215,6 +233,7 @@ def _imported(
                 delta_seq=delta_seq,
                 progress=progress,
                 left_out=left_out.append,
+                golden=golden,
             )
 
         if loads:

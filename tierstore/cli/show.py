@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from tierstore.status import unserved_parts
+from tierstore.status import golden_text, unserved_parts
 
 TIERS = ("overlay", "device", "host", "disk", "remote", "absent")
 NUMBERS_SHOWN = 6
@@ -84,6 +84,11 @@ def status(document: Mapping[str, Any]) -> None:
                 f"{canary['watermark']}"
             )
         for entry in model["versions"]:
+            if report := entry.get("golden"):
+                out.print(f"  version {entry['version']}: golden examples: {printable(golden_text(report))}")
+            for head in entry.get("mixes_rows") or ():
+                what = f"the dense part {head!r}" if head else "the dense part"
+                out.print(f"  version {entry['version']}: {what} mixes rows, so its requests are not joined")
             for what, state in unserved_parts(entry):
                 out.print(f"  [yellow]version {entry['version']}:[/] {what} is {escape(state)}")
         for version, unfinished in model.get("unfinished", {}).items():

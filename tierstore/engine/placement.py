@@ -83,7 +83,10 @@ class LoadTarget(Protocol):
     ) -> None:
         """Move the built files to where they are read, and compare the result with what was built."""
 
-    def publish(self, where: VersionDirectory, build: BaseBuild, manifest: Manifest) -> None:
+    def record(self, where: VersionDirectory, build: BaseBuild, manifest: Manifest) -> dict[str, Any]:
+        """The content of the version's record, with which it can be read before it is there for others."""
+
+    def publish(self, where: VersionDirectory, number: int, record: dict[str, Any]) -> None:
         """Write the record: from here on the version is there. Side files are in `where` already."""
 
     def abandon(self, number: int) -> None:

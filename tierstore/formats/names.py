@@ -25,6 +25,7 @@ the `…_on_disk` listings, which read directories and skip names that are not o
     <data>/models/<model>/<version>.<line>/       the same, built again by a rollback to a delta: its line 1 and on
         version.json  LOADING  db/  dense.onnx  dense-<seq>.onnx  dense-loaded.onnx  ASKED  warmup/<table>.npy
         warmup/requests/<number>.npz  hot/<table>.npy  hot-device/<table>.npy  build/
+        warmup/golden/index.json  warmup/golden/<number>.npz
         of a head: dense.<head>.onnx  dense-<seq>.<head>.onnx  dense-loaded.<head>.onnx  warmup/requests/<head>/
     <data>/models/<model>/log/base.json           where the delta log begins
     <data>/models/<model>/log.end                 where it ends
@@ -67,6 +68,8 @@ ACCEPTED = "ASKED"
 DB = "db"
 WARMUP = "warmup"
 REQUESTS = "requests"  # within WARMUP
+GOLDEN = "golden"  # within WARMUP, where an earlier release does not look
+GOLDEN_INDEX = f"{WARMUP}/{GOLDEN}/index.json"  # of a snapshot, a built version and a version alike
 HOT, HOT_ON_DEVICE = "hot", "hot-device"
 BUILD = "build"
 JOURNAL = "journal"  # within BUILD
@@ -241,6 +244,11 @@ class VersionDirectory:
     def requests(self, head: str = "") -> Path:
         """Recorded requests that the snapshot wants run before a head serves, `00000.npz` and on."""
         return self.root / WARMUP / REQUESTS / head
+
+    @property
+    def golden(self) -> Path:
+        """Golden examples of the snapshot: `index.json`, and a file for each."""
+        return (self.root / GOLDEN_INDEX).parent
 
     def hot_keys(self, tier: Tier) -> Path:
         return self.root / (HOT_ON_DEVICE if tier is Tier.DEVICE else HOT)

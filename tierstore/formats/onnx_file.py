@@ -71,6 +71,23 @@ def read_dense(
         raise error(f"dense: cannot read {path}: {problem.strerror or problem}") from problem
 
 
+def graph_ports(content: bytes) -> tuple[dict[str, int], list[str]]:
+    """The inputs of a model, each with its number of dimensions, and its outputs. SnapshotError, MissingExtra."""
+    try:
+        import onnx
+    except ImportError as error:
+        raise MissingExtra(
+            "golden examples of a dense part need its inputs and outputs: install tierstore[dense]"
+        ) from error
+    try:
+        graph = onnx.ModelProto.FromString(content).graph
+    except Exception as error:  # of protobuf, which is no import of ours
+        raise SnapshotError("the dense part is not an ONNX model: its bytes are not a ModelProto") from error
+    constants = {tensor.name for tensor in graph.initializer}
+    inputs = {of.name: len(of.type.tensor_type.shape.dim) for of in graph.input if of.name not in constants}
+    return inputs, [of.name for of in graph.output]
+
+
 def _weights(tensor: Any, path: Location, within: Location) -> bytes:
     entries = {entry.key: entry.value for entry in tensor.external_data}
     location = entries.get("location", "")

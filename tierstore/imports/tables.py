@@ -24,8 +24,10 @@ from tierstore.formats.columns import as_vectors
 from tierstore.formats.keys import as_codes
 from tierstore.formats.names import SNAPSHOT_MANIFEST
 from tierstore.formats.row_times import TIME
+from tierstore.formats.snapshot.golden import RTOL
 from tierstore.formats.snapshot.manifest import Manifest
 from tierstore.formats.snapshot.writer import SnapshotWriter, TableWriter
+from tierstore.imports.golden import write_golden_file
 from tierstore.imports.sources import Block, Wanted, bad_row, blocks, check, rows_in
 from tierstore.kernels.codec import BadRow, encode
 from tierstore.types import Combiner, KeyType, Progress, ProgressFn, StorageDtype
@@ -80,6 +82,15 @@ class TableSource:
 
 
 @dataclass(frozen=True, slots=True)
+class GoldenFile:
+    """Golden examples to import: a Parquet file, and how far an answer may be off, as for `SnapshotWriter.golden`."""
+
+    path: Paths
+    rtol: float = RTOL
+    atol: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class LeftOut:
     """What was left out of a table: how many rows with a null, and how many whose key comes again.
 
@@ -118,6 +129,7 @@ def import_table(
     delta_seq: int = 0,
     progress: ProgressFn | None = None,
     left_out: Callable[[LeftOut], None] | None = None,
+    golden: GoldenFile | Paths | None = None,
 ) -> Path:
     """Write a snapshot of one table, and return its directory.
 
@@ -127,48 +139,33 @@ def import_table(
         source: a path or paths of Parquet, Arrow or ORC files, of directories of them (as Spark, Ray, DuckDB and pandas
             write them), of checkpoints, `.npz` or `.npy` arrays, word2vec's text, or of a HugeCTR folder; or a frame
             (pandas, Polars, DuckDB), Arrow data, or a mapping of columns that are arrays.
-        key: the column of the keys: integers of any width, or strings; as `meta.id`, a field of a structure.
-        vector: the column of the vectors (lists, fixed-size lists, arrays), or the columns of one number each: their
-            names, or a pattern such as `f*` (`f2` comes before `f10`).
-        feature: its name in requests; default the table's. combiner: how its bags are pooled.
-            padding_key: a key that never counts.
-        key_type: `int64`, `uint64` or `string`; default that of the column.
-        dtype: how rows are stored: default float16 where the vectors are, else float32.
+        key: the column of the keys: integers of any width, or strings; as `meta.id`, a field of a structure. vector:
+            that of the vectors (lists, fixed-size lists, arrays), or those of one number each: their names, or a
+            pattern such as `f*` (`f2` before `f10`).
+        feature: its name in requests; default the table's. combiner: how its bags are pooled. padding_key: one that
+            never counts.
+        key_type: `int64`, `uint64` or `string`; default that of the column. dtype: how rows are stored: default
+            float16 where the vectors are, else float32.
         default: the vector of keys that the table does not hold: `zeros`, `mean`, or `dim` numbers. Else it is the
             source's own where that has one (TorchRec's managed collisions), else zeros.
-        ttl_s: rows that were not written for so long expire: seconds, or a time such as `30d`. time_column:
-            the column that says when each row was written (seconds since 1970, timestamps or dates); default
-            the time of the import for all.
+        ttl_s: rows that were not written for so long expire: seconds, or a time such as `30d`. time_column: the column
+            that says when each row was written (seconds since 1970, timestamps, dates); default the time of the import.
         on_null: `skip` leaves out rows with a null in one of these columns, or within a vector; `fail` refuses them.
-        on_duplicate: `last` keeps the last row of a key, in the order of files and rows; `fail` has the load refuse it.
-            It reads the keys first, and holds them in memory.
-        dim: numbers of a vector: other vectors are refused. Files that do not say it (HugeCTR, TFRA, dynamicemb) are
-            compared with it.
-        integers: vectors of integers are the numbers themselves; else they are refused, as most such are the codes of
-            a quantized table, whose numbers follow from scales that are elsewhere.
-        dense: an ONNX file that scores the rows. left_out: called at the end of the table with what was left out.
+        on_duplicate: `last` keeps the last row of a key in the order of files and rows, and holds all keys in memory;
+            `fail` has the load refuse it.
+        dim: numbers of a vector: others are refused; files that do not say it (HugeCTR, TFRA) are compared with it.
+            integers: vectors of integers are the numbers themselves; else refused, as codes of a quantized table.
+        dense: an ONNX file that scores the rows. golden: a Parquet file of golden examples (`imports/golden.py`).
+            left_out: called at the end of the table with what was left out.
         out: the directory; default `snapshots/<model>/<version>`. version: default the time, as 20261120093000.
-        delta_seq: deltas up to this one are in the rows already.
+            delta_seq: deltas up to this one are in the rows already.
 
     SnapshotError names file, row and reason.
     """
     features = (Feature(feature or table, combiner, padding_key),)
-    columns = (
-        key,
-        vector,
-        key_type,
-        dtype,
-        default,
-        features,
-        ttl_s,
-        time_column,
-        on_null,
-        on_duplicate,
-        dim,
-        integers,
-    )
-    one = TableSource(table, source, *columns)
-    calls: dict[str, Any] = {"progress": progress, "left_out": left_out}
+    columns = key, vector, key_type, dtype, default, features, ttl_s, time_column
+    one = TableSource(table, source, *columns, on_null, on_duplicate, dim, integers)
+    calls: dict[str, Any] = {"progress": progress, "left_out": left_out, "golden": golden}
     return import_tables([one], model=model, dense=dense, out=out, version=version, delta_seq=delta_seq, **calls)
 
 
@@ -182,6 +179,7 @@ def import_tables(
     delta_seq: int = 0,
     progress: ProgressFn | None = None,
     left_out: Callable[[LeftOut], None] | None = None,
+    golden: GoldenFile | Paths | None = None,
 ) -> Path:
     """Write a snapshot of one model from several tables."""
     tables = list(tables)
@@ -211,11 +209,26 @@ def import_tables(
                         )
                 if dense is not None:
                     snapshot.dense(dense if isinstance(dense, bytes) else Path(dense))
+                if golden is not None:
+                    _write_examples(snapshot, tables, golden, dense)
         except BaseException:
             if created and where.exists() and not (where / SNAPSHOT_MANIFEST).exists():
                 files.remove_tree(where)
             raise
     return where
+
+
+def _write_examples(
+    snapshot: SnapshotWriter, tables: Sequence[TableSource], golden: GoldenFile | Paths, dense: Paths | bytes | None
+) -> None:
+    file = golden if isinstance(golden, GoldenFile) else GoldenFile(golden)
+    pooled = {
+        feature.name: feature.combiner is not None
+        for table in tables
+        for feature in table.features or (Feature(table.name),)
+    }
+    graph = dense if dense is None or isinstance(dense, bytes) else Path(dense)
+    write_golden_file(snapshot, Path(file.path), pooled=pooled, dense=graph, rtol=file.rtol, atol=file.atol)
 
 
 def version_of_now() -> int:
@@ -309,6 +322,7 @@ def _import_one(snapshot: SnapshotWriter, table: TableSource, done: int, report:
         raise SnapshotError(
             f"table {table.name!r}: expected at least one row, to know the length of a vector; got none{left}"
         )
+    writer.is_incomplete = nulls > 0
     rounding = writer.rounding
     return done + seen + nulls, LeftOut(table.name, nulls, duplicates, rounding.largest, rounding.mean)
 

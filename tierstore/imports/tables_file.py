@@ -8,7 +8,8 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tierstore.errors import SnapshotError
-from tierstore.imports.tables import Feature, TableSource
+from tierstore.formats.snapshot.golden import RTOL
+from tierstore.imports.tables import Feature, GoldenFile, TableSource
 
 
 class _Strict(BaseModel):
@@ -37,6 +38,12 @@ class _TableEntry(_Strict):
     features: dict[str, _FeatureEntry] = Field(default_factory=dict)
 
 
+class _GoldenEntry(_Strict):
+    path: str
+    rtol: float = RTOL
+    atol: float | None = None
+
+
 class TablesFile(_Strict):
     """`tables.toml`: the tables of a model. Made by `TablesFile.read`."""
 
@@ -44,6 +51,7 @@ class TablesFile(_Strict):
     version: int | None = None
     delta_seq: int = 0
     dense: str | None = None
+    golden: _GoldenEntry | None = None
     tables: dict[str, _TableEntry]
 
     @classmethod
@@ -56,6 +64,11 @@ class TablesFile(_Strict):
         except ValidationError as error:
             shown = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:3])
             raise SnapshotError(shown, file=str(path)) from error
+
+    def examples(self, root: Path) -> GoldenFile | None:
+        """The golden examples; a relative path starts from the directory `root`."""
+        golden = self.golden
+        return None if golden is None else GoldenFile(root / golden.path, golden.rtol, golden.atol)
 
     def sources(self, root: Path) -> list[TableSource]:
         """The tables; relative paths start from the directory `root`."""

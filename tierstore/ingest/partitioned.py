@@ -36,6 +36,7 @@ from tierstore.formats.keys import as_codes, partition_of
 from tierstore.formats.names import BUILT_MANIFEST
 from tierstore.formats.snapshot.built import BuiltFile, BuiltTable, write_partitions
 from tierstore.formats.snapshot.checksum import checksum
+from tierstore.formats.snapshot.golden import digest_parts
 from tierstore.formats.snapshot.manifest import Manifest, TableEntry
 from tierstore.formats.snapshot.reader import Snapshot, open_snapshot
 from tierstore.formats.snapshot.writer import SnapshotWriter
@@ -372,4 +373,6 @@ def _template_digest(snapshot: Snapshot) -> str:
     document.pop("created_at", None)
     manifest = snapshot.manifest
     names = [*manifest.warmup.values(), *chain.from_iterable(manifest.recorded.values()), *manifest.graphs.values()]
-    return xxhash.xxh3_128_hexdigest(json.dumps([document, [checksum(snapshot.file(name)) for name in names]]).encode())
+    parts: list[Any] = [document, [checksum(snapshot.file(name)) for name in names]]
+    parts += digest_parts(snapshot.golden_index(), [checksum(path) for _, path in snapshot.golden_paths()])
+    return xxhash.xxh3_128_hexdigest(json.dumps(parts).encode())

@@ -1,4 +1,4 @@
-"""Side files of a snapshot (dense part, warm-up keys, recorded requests), copied to a version. Any thread."""
+"""Side files of a snapshot (dense part, warm-up keys, recorded requests, golden examples), copied to a version. Any thread."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from tierstore.errors import SnapshotError, StorageError
 from tierstore.formats import files
 from tierstore.formats.keys import are_own
-from tierstore.formats.names import REQUEST_SUFFIX, VersionDirectory
+from tierstore.formats.names import GOLDEN_INDEX, REQUEST_SUFFIX, VersionDirectory
 from tierstore.formats.objects import Location
 from tierstore.formats.regular import open_regular
 from tierstore.formats.snapshot.reader import Snapshot
@@ -19,7 +19,7 @@ from tierstore.types import Partitions
 
 
 def copy_side_files(snapshot: Snapshot, where: VersionDirectory, own: Partitions | None = None) -> list[Path]:
-    """Copy the dense part, warm-up keys and recorded requests. Returns the files, in this order. Each file appears whole.
+    """Copy the dense part, warm-up keys, recorded requests and golden examples. Returns the files, in this order. Each file appears whole.
 
     With `own`, warm-up keys of other partitions are left out. Raises SnapshotError for what cannot be read, StorageError for what cannot be written.
     """
@@ -42,6 +42,13 @@ def copy_side_files(snapshot: Snapshot, where: VersionDirectory, own: Partitions
             files.make_dir(where.requests(head))
             kept.append(where.requests(head) / f"{i:05d}{REQUEST_SUFFIX}")
             _copy(path, kept[-1])
+    if (index := snapshot.golden_index()) is not None:
+        files.make_dir(where.golden)
+        for entry, path in snapshot.golden_paths():
+            kept.append(where.golden / entry.path)
+            _copy(path, kept[-1])
+        kept.append(where.root / GOLDEN_INDEX)
+        index.write(kept[-1])
     return kept
 
 

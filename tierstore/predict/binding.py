@@ -7,6 +7,7 @@ input, for what does not fit.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -19,6 +20,7 @@ from tierstore.types import FeatureSpec, TableSpec
 
 _ROW_DTYPES = {"FP32": "float32", "FP16": "float16"}
 ALIGNMENT = 64  # of rows in a run's buffer, in bytes: a cache line, and good for vector instructions
+_RENAMED = re.compile(r"(.+?)(?:_orig|[._:]\d+)+")  # of an input that an exporter has renamed
 PARTS = ("offsets", "weights", "found")  # what may follow a feature's name and a dot in a request
 
 
@@ -54,12 +56,15 @@ class FeatureInput:
 class Bindings:
     """A signature, with the inputs that are features (`features`) and those that are the
     request's own tensors (`plain`).
+
+    `mixes_rows`: a row's answer depends on which others are in the batch, so requests cannot share a run.
     """
 
     signature: Signature
     features: Mapping[str, FeatureInput]
     plain: Mapping[str, Tensor]
     outputs: Mapping[str, Tensor]
+    mixes_rows: bool = False
 
     def plan(
         self, leads: Mapping[str, Shape], shapes: Mapping[str, Shape], wanted: Sequence[str], loose: frozenset[str]
@@ -221,6 +226,7 @@ def wire(signature: Signature, features: Mapping[str, FeatureSpec], tables: Mapp
             raise InvalidInput(
                 f"input {tensor.name!r}: that name means a part of feature {owner!r}; rename the dense part's input"
             )
+        _check_renamed(tensor, signature, features, tables)
         plain[tensor.name] = tensor
     outputs = {tensor.name: tensor for tensor in signature.outputs}
     for name in outputs:
@@ -228,6 +234,26 @@ def wire(signature: Signature, features: Mapping[str, FeatureSpec], tables: Mapp
         if owner in features and part in ("", *PARTS):
             raise InvalidInput(f"output {name!r}: that name means feature {owner!r}; rename the dense part's output")
     return Bindings(signature, wired, plain, outputs)
+
+
+def _check_renamed(
+    tensor: Tensor, signature: Signature, features: Mapping[str, FeatureSpec], tables: Mapping[str, TableSpec]
+) -> None:
+    """Refuse an input that an exporter has renamed from a feature's: no request would bring it.
+
+    PyTorch's does that to one that `forward` also returns, or that several places use.
+    """
+    renamed = _RENAMED.fullmatch(tensor.name)
+    feature = None if renamed is None else features.get(renamed[1])
+    if feature is None or feature.name in {one.name for one in signature.inputs}:
+        return
+    dim = tables[feature.table].dim
+    if tensor.datatype in _ROW_DTYPES and tensor.shape and tensor.shape[-1] == dim:
+        raise InvalidInput(
+            f"input {tensor.name!r} takes rows of {dim} numbers, and no input takes those of feature {feature.name!r}: "
+            f"an exporter has renamed it; name the input {feature.name!r} (do not return it from forward as it is: "
+            "return a copy, such as `rows.clone()`)"
+        )
 
 
 def _wire(tensor: Tensor, feature: FeatureSpec, table: TableSpec) -> FeatureInput:

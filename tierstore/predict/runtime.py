@@ -94,6 +94,12 @@ class Runtime:
                 self._missing.append(missing_extra())
             return self._missing[0]
 
+    @property
+    def how(self) -> str:
+        """Provider and threads of a run, for messages."""
+        threads = self._options.get("intra_op_num_threads", 1)
+        return f"{self.placement.provider} with {threads} thread{'s' if threads != 1 else ''}"
+
     def load(
         self,
         model: bytes,

@@ -115,6 +115,7 @@ class DenseSession:
         self.bindings, self.limits, self._placement = bindings, limits, placement
         self.signature: Signature = bindings.signature
         self.loose: frozenset[str] = frozenset()  # outputs whose shapes differ from those declared
+        self._answered: dict[str, Shape] = {}  # their shapes in trials, with -1 for sizes that differed
         self.warmed = 0  # requests run before it serves
         self._session, self._counts, self._limit = session, counts, buffers_bytes
         self._bindable = all(tensor.datatype != BYTES for tensor in self.signature.inputs)
@@ -154,7 +155,12 @@ class DenseSession:
     def sizes(self, name: str) -> Shape:
         """The shape of an output for metadata documents, with -1 for sizes that are not fixed."""
         sizes = self.bindings.outputs[name].sizes
-        return (-1,) * len(sizes) if name in self.loose else sizes
+        return self._answered.get(name, (-1,) * len(sizes) if name in self.loose else sizes)
+
+    @property
+    def answers_other_shapes(self) -> bool:
+        """Whether an output was seen with a shape that is not as the graph declares it, or that it does not declare."""
+        return bool(self._answered)
 
     def is_fixed(self, name: str, shape: Shape | None) -> bool:
         """Whether an output of a planned `shape` can be written into the caller's array."""
@@ -335,15 +341,19 @@ class DenseSession:
 
         For warm-up, before the session serves. Raises as `run`.
         """
+        self._compare(run, self.try_feed(run, feed))
+
+    def try_feed(self, run: Run, feed: Mapping[str, Array]) -> list[Array]:
+        """The outputs of one run with all inputs, which is not counted. For warm-up. Raises as `run`."""
         try:
             arrays = {name: array.reshape(run.inputs[name]) for name, array in feed.items()}
             with self.limits.run() as options:
-                results = self._session.run(list(run.outputs), arrays, options)
+                results: list[Array] = self._session.run(list(run.outputs), arrays, options)
         except TierstoreError:
             raise
         except Exception as error:
             raise self._translated(error) from error
-        self._compare(run, results)
+        return results
 
     def _probe_bound(self, run: Run, slot: Slot, inputs: Mapping[str, Array]) -> None:
         """`probe`, with rows on the device."""
@@ -362,6 +372,13 @@ class DenseSession:
                 or any(size not in (-1, got) for size, got in zip(planned, result.shape, strict=True))
             ):
                 self.loose |= {name}
+            if planned is None or name in self.loose:
+                seen = self._answered.get(name, (-1, *result.shape[1:]))
+                self._answered[name] = (
+                    tuple(a if a == b else -1 for a, b in zip(seen, result.shape, strict=True))
+                    if len(seen) == result.ndim
+                    else (-1,) * result.ndim
+                )
 
     def _translated(self, error: Exception) -> TierstoreError:
         text = " ".join(str(error).split())

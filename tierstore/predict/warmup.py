@@ -16,8 +16,12 @@ from tierstore.predict.limits import SessionLimits
 from tierstore.predict.session import Array, DenseSession
 from tierstore.predict.signature import BYTES, Shape
 
-_PROBED = 3  # rows of the run that is compared with the declared shapes: a size that is hardly ever fixed
+_PROBED, _PROBED_AGAIN = (
+    3,
+    5,
+)  # rows of the run that is compared with the declared shapes: a size that is hardly ever fixed
 _BATCHES = (1, 32)
+_MIXED, _LARGER, _MIXED_RTOL = 8, 50, 1e-3  # of the trial of rows that are answered alike whoever is beside them
 _OTHER = 4  # for free sizes other than the first
 
 RowsOf = Callable[[FeatureInput, Shape], Array]
@@ -30,12 +34,14 @@ def warm(session: DenseSession, rows_of: RowsOf, pause: Callable[[], None]) -> N
     called before each run. Raises InvalidInput where the graph refuses such a request; it may accept those of clients.
     Raises RunLimit, Overloaded or TooLarge where it needs more time or memory than it may use.
     """
-    for batch in (_PROBED, *_BATCHES):
+    for batch in (_PROBED, _PROBED_AGAIN, *_BATCHES):
+        if batch == _PROBED_AGAIN and not session.answers_other_shapes:
+            continue
         pause()
         leads, plain = made_up(session.bindings, batch, session.limits)
         run = session.plan(leads, {name: array.shape for name, array in plain.items()})
         rows = {name: rows_of(session.bindings.features[name], lead) for name, lead in leads.items()}
-        if batch == _PROBED:
+        if batch in (_PROBED, _PROBED_AGAIN):
             session.probe(run, {**rows, **plain})
             continue
         slot = session.acquire(run, list(leads))
@@ -47,6 +53,42 @@ def warm(session: DenseSession, rows_of: RowsOf, pause: Callable[[], None]) -> N
         ]
         session.run(run, slot, plain, outputs)
         session.release(slot)
+
+
+def mixes_rows(session: DenseSession) -> bool:
+    """Whether a row's answer depends on the other rows of its batch, as far as a trial shows.
+
+    Two batches of made-up rows, of which the first half is equal, and the others are much larger in one. Quantization
+    of a whole batch at run time (`DynamicQuantizeLinear`) shows, and so do norms and means over it. False for a graph
+    whose requests are not joined anyway, as its inputs and outputs name no common batch.
+    """
+    bindings = session.bindings
+    ports = (*bindings.signature.inputs, *bindings.outputs.values())
+    firsts = {tensor.shape[0] if tensor.shape else None for tensor in ports}
+    if len(firsts) != 1 or not isinstance(next(iter(firsts)), str):
+        return False
+    leads, plain = made_up(bindings, _MIXED, session.limits)
+    run = session.plan(leads, {name: array.shape for name, array in plain.items()})
+    rng, half = np.random.default_rng(0), _MIXED // 2
+    feed: dict[str, Array] = {}
+    for tensor in bindings.signature.inputs:
+        shape = run.inputs[tensor.name]
+        floats = tensor.dtype.kind == "f"
+        feed[tensor.name] = (
+            rng.standard_normal(shape).astype(tensor.dtype) if floats else plain[tensor.name].reshape(shape)
+        )
+    other = {name: array.copy() for name, array in feed.items()}
+    for array in other.values():
+        if array.dtype.kind == "f":
+            array[half:] *= _LARGER
+    answers = [session.try_feed(run, each) for each in (feed, other)]
+    for name, one, two in zip(run.outputs, *answers, strict=True):
+        if bindings.outputs[name].dtype.kind != "f" or np.shape(one)[:1] != (_MIXED,) or np.shape(two) != np.shape(one):
+            continue
+        largest = np.abs(np.nan_to_num(one[:half])).max(initial=0.0)
+        if not np.allclose(one[:half], two[:half], rtol=_MIXED_RTOL, atol=_MIXED_RTOL * largest, equal_nan=True):
+            return True
+    return False
 
 
 def _output(session: DenseSession, name: str, shape: Shape) -> Array:

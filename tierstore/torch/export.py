@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import nn
 
 from tierstore.errors import InvalidInput
@@ -16,9 +15,11 @@ from tierstore.formats.normalize import guessed_key_type
 from tierstore.formats.rounding import Rounding
 from tierstore.formats.snapshot.writer import SnapshotWriter, TableWriter
 from tierstore.torch.dense import dense_part
-from tierstore.torch.runs import Feature, runs_of
+from tierstore.torch.golden import write_golden
+from tierstore.torch.runs import Feature, example_request, runs_of
 from tierstore.torch.tables import BATCH_ROWS, checked_keys, rows_of, tables_of, unwrapped
 from tierstore.torch.touched import TouchedRows
+from tierstore.types import StorageDtype
 
 
 def write_snapshot(
@@ -36,6 +37,7 @@ def write_snapshot(
     dense: bool = True,
     output_names: Sequence[str] | None = None,
     touched: TouchedRows | None = None,
+    golden: bool = True,
 ) -> dict[str, Rounding]:
     """Write a snapshot of a module: its embeddings as tables, in parts and never copied whole, and its dense part.
 
@@ -47,26 +49,21 @@ def write_snapshot(
         keys: by table, the key of each row in order: integers or strings; default the row's number.
         dtype: of all tables, as for `SnapshotWriter.table`; so is `default`.
         ttl_s: by table, after which time rows expire that no snapshot or delta has written: seconds, or `30d`.
-        dense: False to write the tables only.
-        output_names: of what `forward` returns, as for `export_dense`.
+        dense: False to write the tables only. output_names: of what `forward` returns, as for `export_dense`.
         touched: its rows count as written then, so that the next delta holds what changed after the snapshot.
+        golden: whether to write what the module scores for rows as stored: a load that gets other scores fails.
 
     Returns by table how far its numbers are off once they are stored in `dtype`: `largest` and `mean`.
     Raises SnapshotError and InvalidInput, before anything is written where possible.
     """
-    module = unwrapped(module)
-    tables = tables_of(module)
+    tables = tables_of(module := unwrapped(module))
     runs = runs_of(module, inputs, tables)
-    features = runs[0].features
-    named = checked_keys(keys, tables)
+    features, named = runs[0].features, checked_keys(keys, tables)
     if hashed := [of.table for of in features.values() if of.hash is not None and of.table in named]:
         raise InvalidInput(
             f"keys: table {hashed[0]!r} is read through HashKeys, so its keys are the numbers of its rows"
         )
-    ttls = dict(ttl_s or {})
-    if not set(ttls) <= set(tables):
-        unknown = next(name for name in ttls if name not in tables)
-        raise InvalidInput(f"ttl_s: {unknown!r} is no table of the module; its tables are {', '.join(tables)}")
+    ttls = _checked_ttls(ttl_s, tables)
     graph = dense_part(module, runs, tables, output_names) if dense else None
     rounding: dict[str, Rounding] = {}
     with SnapshotWriter(directory, model=model, version=version, delta_seq=delta_seq) as snapshot:
@@ -79,10 +76,18 @@ def write_snapshot(
         _write_features(snapshot, features, named)
         if graph is not None:
             snapshot.dense(graph)
-            snapshot.request(_request(features, inputs, named))
+            snapshot.request(example_request(features, inputs, named))
+        if golden:
+            write_golden(snapshot, module, runs, tables, named, StorageDtype(dtype), default=default, graph=graph)
     if touched is not None:
         touched.clear()
     return rounding
+
+
+def _checked_ttls(ttl_s: Mapping[str, int | str] | None, tables: Mapping[str, Any]) -> dict[str, int | str]:
+    if unknown := [name for name in ttl_s or {} if name not in tables]:
+        raise InvalidInput(f"ttl_s: {unknown[0]!r} is no table of the module; its tables are {', '.join(tables)}")
+    return dict(ttl_s or {})
 
 
 def _write_rows(out: TableWriter, table: Any, keys: Any) -> Rounding:
@@ -123,16 +128,3 @@ def export_dense(
     if path is not None:
         Path(path).write_bytes(content)
     return content
-
-
-def _request(features: Mapping[str, Feature], inputs: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
-    """The example as a request to the served model."""
-    request: dict[str, Any] = {
-        name: value.numpy(force=True)
-        for name, value in inputs.items()
-        if isinstance(value, torch.Tensor) and not any(name in feature.parts for feature in features.values())
-    }
-    for name, feature in features.items():
-        rows = feature.bags.keys.numpy(force=True)
-        request[name] = feature.bags.as_request(keys[feature.table][rows] if feature.table in keys else rows)
-    return request

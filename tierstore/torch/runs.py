@@ -84,13 +84,13 @@ def runs_of(module: nn.Module, inputs: Mapping[str, Any], tables: Mapping[str, A
     check_collections(module)
     for name, table in tables.items():
         check_table(name, table)
-    runs, rng = [_run(module, inputs, tables)], np.random.default_rng(0)
+    runs, rng = [run_of(module, inputs, tables)], np.random.default_rng(0)
     features = runs[0].features
     items = min((len(feature.rows) for feature in features.values()), default=_DRAWN)
     for number in range(min(math.ceil(_DRAWN / max(items, 1)), _MOST_RUNS) if features else 0):
         drawn = _drawn(features, inputs, tables, rng, edges=number == 0)
         try:
-            runs.append(_run(module, drawn, tables))
+            runs.append(run_of(module, drawn, tables))
         except InvalidInput:
             raise
         except Exception as error:  # of the user's own code
@@ -105,7 +105,8 @@ def runs_of(module: nn.Module, inputs: Mapping[str, Any], tables: Mapping[str, A
     return runs
 
 
-def _run(module: nn.Module, inputs: Mapping[str, Any], tables: Mapping[str, Any]) -> Run:
+def run_of(module: nn.Module, inputs: Mapping[str, Any], tables: Mapping[str, Any]) -> Run:
+    """Run a module once, and note which arguments go into which tables."""
     finder, collections = _Finder(inputs, tables), collections_of(module)
     collected = {id(table) for one in collections for _, table in one.tables}
     # Registered last, hooks are given what hooks of the user's own have made of the rows.
@@ -286,6 +287,21 @@ def _served(table: Any, bags: Bags, combiner: str | None, padding: int | None, h
     if combiner == "sum":
         return sums
     return sums / factors.new_zeros(len(starts)).index_add_(0, owners, factors).clamp(min=1)[:, None]
+
+
+def example_request(
+    features: Mapping[str, Feature], inputs: Mapping[str, Any], keys: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The example as a request to the served model."""
+    request: dict[str, Any] = {
+        name: value.numpy(force=True)
+        for name, value in inputs.items()
+        if isinstance(value, torch.Tensor) and not any(name in feature.parts for feature in features.values())
+    }
+    for name, feature in features.items():
+        rows = feature.bags.keys.numpy(force=True)
+        request[name] = feature.bags.as_request(keys[feature.table][rows] if feature.table in keys else rows)
+    return request
 
 
 def epsilon_of(weights: Iterable[torch.Tensor]) -> float:

@@ -384,3 +384,43 @@ def test_a_batch_is_answered_from_one_view_while_deltas_come(tmp_path: Path) -> 
             assert stats(server)["requests"] > 0
             assert stats(server)["apart"] == 0
         assert not wrong
+
+
+def quantizing() -> bytes:
+    """A graph that quantizes by the largest number of the whole batch."""
+    nodes = [
+        om.node("DynamicQuantizeLinear", "item_id", "q scale zero"),
+        om.node("MatMulInteger", "q w zero", "sum"),
+        om.node("Cast", "sum", "total", to=om.FLOAT),
+        om.node("Mul", "total scale", "score"),
+    ]
+    ports: om.Ports = {"item_id": (om.FLOAT, ["batch", 4])}
+    return om.build(nodes, ports, {"score": (om.FLOAT, ["batch", 1])}, {"w": np.full((4, 1), 3, np.int8)})
+
+
+def test_requests_of_a_graph_that_mixes_rows_are_not_joined(store: Store, plain: ServerThread, tmp_path: Path) -> None:
+    store.load_snapshot(write_snapshot(tmp_path, model="mixing", dense=quantizing()))
+    documents = [{"inputs": [tensor("item_id", [key])]} for key in (1, 3, 90)]
+    with serving(store, batch_max_items=3) as server:
+        answers = send(server, documents, "mixing")
+        assert stats(server)["batches"] == 0
+    assert [answer.document for answer in answers] == [answer.document for answer in each(plain, documents, "mixing")]
+    assert store.status()["models"]["mixing"]["versions"][0]["mixes_rows"] == [""]
+
+
+def test_a_missing_number_is_null_in_both_directions(store: Store, plain: ServerThread, tmp_path: Path) -> None:
+    graph = om.build(
+        [om.node("Add", "item_id hour", "score")],
+        {"item_id": (om.FLOAT, ["batch", 4]), "hour": (om.FLOAT, ["batch", 1])},
+        {"score": (om.FLOAT, ["batch", 4])},
+    )
+    store.load_snapshot(write_snapshot(tmp_path, model="lacking", dense=graph))
+    hours = {"name": "hour", "datatype": "FP32", "shape": [2, 1], "data": [None, 1.0]}
+    (answer,) = each(plain, [{"inputs": [tensor("item_id", [1, 2]), hours]}], "lacking")
+    assert answer.status == 200, answer.body
+    scores = answer.document["outputs"][0]["data"]
+    assert scores[:4] == [None] * 4
+    assert None not in scores[4:]
+    hours = {"name": "hour", "datatype": "INT64", "shape": [2, 1], "data": [None, 1]}
+    (answer,) = each(plain, [{"inputs": [tensor("item_id", [1, 2]), hours]}], "lacking")
+    assert answer.status == 400

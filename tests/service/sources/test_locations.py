@@ -364,3 +364,17 @@ def test_the_service_shows_what_it_watches(tmp_path: Path) -> None:
         assert any("is invalid" in problem for problem in service["problems"]), service
         assert "tierstore_watched_snapshots_loaded_total 1.0" in http.get("/metrics").text
         assert http.get("/admin/jobs").json()["jobs"][0]["state"] == "done"
+
+
+def test_a_snapshot_whose_golden_examples_differ_is_not_loaded(watched: Watched, tmp_path: Path) -> None:
+    def put(version: int, off: float) -> None:
+        where = watched.location / str(version)
+        with tierstore.SnapshotWriter(where, model="ctr", version=version) as writer:
+            writer.table("item", dim=2).write([1, 2], [[1.0, 2.0], [3.0, 4.0]])
+            writer.golden({"item": [1]}, {"item": [[1.0 + off, 2.0]]})
+
+    put(1, 0.0)
+    watched.expect(1)
+    put(2, 1.0)
+    watched.expect_problem("golden example 0: the rows of feature 'item'")
+    assert watched.active == 1

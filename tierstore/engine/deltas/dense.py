@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -40,7 +42,7 @@ from tierstore.predict.binding import FeatureInput
 from tierstore.predict.runtime import Runtime
 from tierstore.predict.session import Array, DenseCounts, DenseSession
 from tierstore.predict.signature import Shape
-from tierstore.predict.warmup import warm
+from tierstore.predict.warmup import mixes_rows, warm
 from tierstore.tiers.background import yield_to_requests
 from tierstore.types import MOST_HEADS
 
@@ -77,14 +79,16 @@ class DenseParts:
         """The status text for the dense part of a version that is not open."""
         return "kept" if self._runtime.missing is None else f"kept, not served: {self._runtime.missing}"
 
-    def open(self, version: Version, *, lenient: bool) -> None:
-        """Make a version's dense parts ready to run, unless they are.
+    def open(self, version: Version, *, lenient: bool, only: Container[str] | None = None) -> None:
+        """Make a version's dense parts, or `only` some, ready to run, unless they are.
 
         The version must hold the deltas that brought them. SnapshotError for a dense part that cannot be served; if
         `lenient` the version goes without, and says so.
         """
         opened = dict(version.heads)
         for head in version.info.heads:
+            if only is not None and head not in only:
+                continue
             if (before := opened.get(head, DenseHead())).predictor is None and before.unserved is None:
                 opened[head] = self._opened(version, head, lenient=lenient)
         version.heads = opened
@@ -173,6 +177,14 @@ class DenseParts:
             raise InvalidInput(f"it cannot be run within its limits: {error}") from error
         except TierstoreError as error:
             log.warning("model %s: a made-up request fails, requests of clients may succeed: %s", self._model, error)
+        with suppress(TierstoreError):  # of made-up requests, which may make no sense to it
+            if mixes_rows(session):
+                session.bindings = replace(session.bindings, mixes_rows=True)
+                log.warning(
+                    "model %s: the dense part %sanswers a row otherwise by which others are in its batch (does it "
+                    "quantize at run time?), so requests are not joined; a request of many rows is answered as one "
+                    "batch", self._model, part_of(head),
+                )  # fmt: skip
         for path in recorded(view.open_version.info, head):
             try:
                 predict(view, session, ragged(read_request(path, file=path.name)))

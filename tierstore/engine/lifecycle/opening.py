@@ -63,18 +63,24 @@ class Opener:
 
     @contextlib.contextmanager
     def reading(self, number: int) -> Iterator[DiskTier]:
-        """The disk tier of a version, for reading it whole, for however long; nothing waits for the end of the block.
+        """The disk tier of `reading_version`."""
+        with self.reading_version(number) as version:
+            yield version.disk
+
+    @contextlib.contextmanager
+    def reading_version(self, number: int) -> Iterator[Version]:
+        """A version, for reading it whole, for however long; nothing waits for the end of the block.
 
         The version serves, or is a kept one, which is opened and not dropped by housekeeping. A thread that needs the
         version otherwise (to serve it, to drop it, to close the model) closes it: then reads raise Closed.
         """
         open_version = self._served_or_retiring(number)
         if open_version is not None:
-            yield open_version.disk
+            yield open_version
             return
         version = self._open_to_read(number)
         try:
-            yield version.disk
+            yield version
         except BaseException:
             self.scanned.release(version, failed=True)
             raise

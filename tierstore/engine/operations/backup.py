@@ -143,8 +143,10 @@ def _version(info: VersionInfo, disk: DiskTier, to: Path) -> None:
     disk.checkpoint(to / DB)
     if (to / BASE).is_dir():
         files.rename(to / BASE, to / DB / BASE)
-    root = info.where.root
-    _link([path for path in files_of(root) if path.relative_to(root).parts[0] not in (DB, BUILD)], root, to)
+    root, golden = info.where.root, info.where.golden
+    moved = disk.watermark() != info.manifest.delta_seq  # its answers are no more those of the golden examples
+    there = [path for path in files_of(root) if path.relative_to(root).parts[0] not in (DB, BUILD)]
+    _link([path for path in there if not (moved and path.is_relative_to(golden))], root, to)
 
 
 def _records(where: ModelDirectory) -> list[Path]:

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -21,6 +21,7 @@ import numpy as np
 from tierstore.engine.deltas.dense import recorded
 from tierstore.engine.model import Model
 from tierstore.engine.operations.aside import aside
+from tierstore.engine.operations.golden import examples_of, index_of
 from tierstore.engine.operations.moment import ServedMoment, check_goes_on, moment_of
 from tierstore.engine.reads.view import View
 from tierstore.engine.versions.hot_keys import load_keys
@@ -34,7 +35,7 @@ from tierstore.formats.row_times import TIME
 from tierstore.formats.snapshot.built import open_source
 from tierstore.formats.snapshot.reader import local_path
 from tierstore.formats.snapshot.requests import ragged, read_request
-from tierstore.formats.snapshot.writer import SnapshotWriter
+from tierstore.formats.snapshot.writer import SnapshotWriter, TableWriter
 from tierstore.formats.uploads import check_nothing_at, scratch_directory, upload_tree
 from tierstore.ingest.build import build_version
 from tierstore.kernels import codec
@@ -145,9 +146,10 @@ def _export(
         number = info.number if options.as_version is None else options.as_version
         rows, total = 0, sum(count.rows for count in info.counts.values())
         with SnapshotWriter(target, model=model.name, version=number, delta_seq=moment.seq, scratch=scratch) as writer:
+            tables: dict[str, TableWriter] = {}
             for name, batches in moment.tables.items():
                 spec = info.specs[name]
-                table = writer.table(
+                table = tables[name] = writer.table(
                     name,
                     dim=spec.dim,
                     dtype=spec.dtype.value,
@@ -162,7 +164,7 @@ def _export(
                     progress(Progress("export", rows, max(rows, total)))
                     pace.sleep()
                     check_goes_on("export", model, info.number, stops)
-            _write_remaining(writer, moment)
+            _write_remaining(writer, moment, tables)
     log.info("model %s: version %d at seq %d is exported to %s", model.name, info.number, moment.seq, target)
     return ExportReport(model.name, number, moment.seq, rows)
 
@@ -212,8 +214,8 @@ def _vectors(rows: Rows, spec: TableSpec) -> Vectors:
     return vectors
 
 
-def _write_remaining(writer: SnapshotWriter, moment: ServedMoment) -> None:
-    """Write everything but the rows: features, warm-up keys, the dense parts and their recorded requests."""
+def _write_remaining(writer: SnapshotWriter, moment: ServedMoment, tables: Mapping[str, TableWriter]) -> None:
+    """Write everything but the rows: features, warm-up keys, the dense parts, their recorded requests and examples."""
     info = moment.version.info
     for feature in info.features.values():
         how = None if feature.hash is None else asdict(feature.hash)
@@ -228,3 +230,8 @@ def _write_remaining(writer: SnapshotWriter, moment: ServedMoment) -> None:
             writer.request(ragged(read_request(path, file=path.name)), head=head)
     for head, graph in moment.graphs.items():
         writer.dense(graph, head=head)
+    if moment.seq == info.manifest.delta_seq and (index := index_of(info)) is not None:  # else the answers are others
+        for entry, example in examples_of(info, index):
+            writer.golden(example.inputs, example.expected, rtol=entry.rtol, atol=entry.atol, head=entry.head)
+        for name in index.incomplete:
+            tables[name].is_incomplete = True

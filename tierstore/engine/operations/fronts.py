@@ -375,11 +375,18 @@ def _owned(codes: Keys, partitions: Partitions | None) -> Any:
 
 
 def _side_files(view: View) -> dict[str, Path | bytes]:
-    """Dense parts, warm-up keys and recorded requests, by path in the version's directory."""
+    """Dense parts, warm-up keys and recorded requests, by path in the version's directory.
+
+    Golden examples are for a node that loads.
+    """
     where = view.open_version.info.where
     found: dict[str, Path | bytes] = {dense_file(head): where.dense(head) for head in where.denses()}
     folder = where.requests().parent
-    found |= {path.relative_to(where.root).as_posix(): path for path in folder.rglob("*") if path.is_file()}
+    found |= {
+        path.relative_to(where.root).as_posix(): path
+        for path in folder.rglob("*")
+        if path.is_file() and not path.is_relative_to(where.golden)
+    }
     for overlay in reversed(view.overlays):
         found |= {dense_file(name): head.graph for name, head in overlay.heads.items() if head.graph is not None}
     return found

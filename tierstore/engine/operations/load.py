@@ -13,11 +13,13 @@ from collections.abc import Callable
 
 from tierstore.engine.lifecycle.state import Shared
 from tierstore.engine.model import Model
+from tierstore.engine.operations.golden import check_loaded
 from tierstore.engine.placement import LoadTarget
-from tierstore.engine.versions.info import VersionInfo
+from tierstore.engine.versions.info import GOLDEN, VersionInfo
 from tierstore.errors import InvalidInput, LoadCancelled, SnapshotError
 from tierstore.formats import files
-from tierstore.formats.names import VersionDirectory
+from tierstore.formats.names import GOLDEN_INDEX, VersionDirectory
+from tierstore.formats.snapshot.golden import read_example
 from tierstore.formats.snapshot.reader import Snapshot
 from tierstore.formats.snapshot.requests import read_request
 from tierstore.ingest.bulkload import BulkLoad, can_go_on
@@ -76,7 +78,10 @@ def load(
                 snapshot.check_unchanged(identity)
                 may_go_on()
                 model.state.live.check_open()
-                target.publish(where, build, manifest)
+                record = target.record(where, build, manifest)
+                if (golden := check_loaded(model, VersionInfo(where, record), report)) is not None:
+                    record[GOLDEN] = golden.document()
+                target.publish(where, number, record)
             except BaseException as error:
                 if not can_go_on(error):
                     target.abandon(number)
@@ -125,22 +130,38 @@ def _build(
 
 def _check_dense(snapshot: Snapshot, shared: Shared, may_go_on: Callable[[], None]) -> None:
     """Refuse dense parts that could not be served, and requests that cannot be read, before rows are built."""
+    golden: dict[str, set[str]] = {}  # what is expected, by head
+    for entry, path in snapshot.golden_paths():
+        may_go_on()
+        example = read_example(path, file=entry.path)
+        golden.setdefault(entry.head, set()).update(example.expected)
+    features = snapshot.manifest.feature_specs()
+    for head, names in golden.items():
+        if head not in snapshot.manifest.graphs and (scores := names - features.keys()):
+            what = f"head {head!r}, which" if head else "a dense part, and the snapshot"
+            raise SnapshotError(
+                f"golden examples: {min(scores)!r} is no feature, so it would be an output of {what} has none",
+                file=GOLDEN_INDEX,
+            )
     for head in snapshot.manifest.recorded:
         for name, path in snapshot.request_paths(head):
             may_go_on()
             read_request(path, file=name)
     for head in snapshot.manifest.graphs:
-        _check_head(snapshot, head, shared, may_go_on)
+        _check_head(snapshot, head, shared, may_go_on, golden.get(head, set()) - features.keys())
 
 
-def _check_head(snapshot: Snapshot, head: str, shared: Shared, may_go_on: Callable[[], None]) -> None:
+def _check_head(
+    snapshot: Snapshot, head: str, shared: Shared, may_go_on: Callable[[], None], expected: set[str]
+) -> None:
+    """Refuse a dense part that could not be served, or that lacks an output that golden examples expect."""
     model = snapshot.dense_model(head)
     if model is None or shared.dense.missing is not None:
         return
     name = snapshot.manifest.graphs[head]
     yield_to_requests()
     try:
-        shared.dense.load(
+        session = shared.dense.load(
             model,
             snapshot.manifest.feature_specs(),
             snapshot.manifest.table_specs(),
@@ -151,3 +172,9 @@ def _check_head(snapshot: Snapshot, head: str, shared: Shared, may_go_on: Callab
         raise
     except InvalidInput as error:
         raise SnapshotError(str(error), file=name) from error
+    if absent := expected - session.bindings.outputs.keys():
+        raise SnapshotError(
+            f"golden examples: {min(absent)!r} is neither a feature nor an output of {name}, whose outputs are "
+            f"{', '.join(session.bindings.outputs)}",
+            file=GOLDEN_INDEX,
+        )

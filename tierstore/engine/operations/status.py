@@ -131,6 +131,12 @@ def _heads(model: Model, info: VersionInfo, view: View | None) -> dict[str, str]
     return dict(sorted(states.items()))
 
 
+def _mixing(view: View) -> list[str]:
+    """The heads whose answer for a row depends on the batch that it is in."""
+    found = ((head, of.predictor) for head, of in sorted(view.heads.items()))
+    return [head for head, session in found if session is not None and session.bindings.mixes_rows]
+
+
 def _passed_over(info: VersionInfo, view: View | None) -> Mapping[str, str]:
     """Why dense parts newer than the version's are not served, by head."""
     return info.passed_over if view is None else view.passed_over
@@ -157,6 +163,8 @@ def _versions(model: Model, served: Routing) -> list[dict[str, Any]]:
                 "delta_seq": info.manifest.delta_seq,
                 "partitions": _partitions(info),
                 "created_at": info.manifest.to_document().get("created_at"),
+                "golden": info.golden,
+                "mixes_rows": [] if view is None else _mixing(view),
                 "dense": heads.pop("", None),
                 "heads": heads,
                 "dense_passed_over": "; ".join(_passed_over(info, view).values()) or None,

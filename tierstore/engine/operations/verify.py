@@ -15,6 +15,7 @@ from pathlib import Path
 from tierstore.engine.deltas.dense import check_dense
 from tierstore.engine.lifecycle.throttle import Throttle
 from tierstore.engine.model import Model
+from tierstore.engine.operations.golden import GoldenReport, check_kept
 from tierstore.engine.versions.info import EXPIRED, VersionInfo
 from tierstore.errors import Closed, Corruption, NotFound, StorageError, TierstoreError
 from tierstore.formats import files
@@ -22,6 +23,7 @@ from tierstore.formats.delta.reader import read_delta
 from tierstore.formats.regular import read_regular
 from tierstore.formats.row_times import TIME_BYTES
 from tierstore.formats.snapshot.checksum import checksum
+from tierstore.status import golden_text
 from tierstore.tiers.background import Pace
 from tierstore.tiers.disk.tier import DiskTier
 from tierstore.types import Progress, ProgressFn, VerifyReport
@@ -50,38 +52,49 @@ def _verify(models: Sequence[Model], progress: ProgressFn, pace: Pace) -> Verify
 
     versions = rows = nbytes = deltas = 0
     problems: list[str] = []
+    golden: list[str] = []
     for model in models:
         problems += [f"{model.name} version {number}: {why}" for number, why in sorted(model.catalogue.damaged.items())]
         is_here = model.state.shared.placement.refusals.allow("verify_rows")
         for info in model.catalogue.infos() if is_here else ():
             try:
-                more_rows, more_bytes, wrong = _check_version(model, info, report)
+                more_rows, more_bytes, wrong, examples = _check_version(model, info, report)
             except TierstoreError as error:
                 model.state.live.check_open()
                 if info not in model.catalogue.infos():
                     continue  # dropped meanwhile
-                more_rows, more_bytes, wrong = 0, 0, [f"{model.name} version {info.number}: {error}"]
+                more_rows, more_bytes, examples = 0, 0, None
+                wrong = [f"{model.name} version {info.number}: {error}"]
             rows, nbytes, versions = rows + more_rows, nbytes + more_bytes, versions + 1
             problems += wrong
+            if examples is not None:
+                golden.append(f"{model.name} version {info.number}: {examples}")
         read, wrong = _check_log(model)
         deltas += read
         problems += wrong
-    return VerifyReport(versions, rows, nbytes, deltas, tuple(problems))
+    return VerifyReport(versions, rows, nbytes, deltas, tuple(problems), tuple(golden))
 
 
-def _check_version(model: Model, info: VersionInfo, progress: ProgressFn) -> tuple[int, int, list[str]]:
-    """(rows, bytes, faults) of one version."""
+def _check_version(model: Model, info: VersionInfo, progress: ProgressFn) -> tuple[int, int, list[str], str | None]:
+    """(rows, bytes, faults, golden examples) of one version."""
     while True:
         try:
-            with model.opener.reading(info.number) as disk:
+            with model.opener.reading_version(info.number) as version:
                 _check_files(model, info)
-                found = _check_rows(model.name, info, disk, progress)
+                found = _check_rows(model.name, info, version.disk, progress)
+                examples = check_kept(model, info, version, progress)
             if info in model.catalogue.infos():
-                return found
+                return *found, _examples_text(examples)
             raise NotFound(f"version {info.number} of {model.name!r} was dropped")
         except Closed:  # a switch or a drop needed it
             model.state.live.check_open()
             time.sleep(_PAUSE_S)
+
+
+def _examples_text(examples: GoldenReport | int | None) -> str | None:
+    if examples is None:
+        return None
+    return f"not run, at seq {examples}" if isinstance(examples, int) else golden_text(examples.document())
 
 
 def _check_files(model: Model, info: VersionInfo) -> None:

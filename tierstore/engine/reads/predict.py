@@ -108,6 +108,13 @@ def predict(
     return dict(zip(run.outputs, answer, strict=True))
 
 
+def feature_rows(view: PredictionView, name: str, value: Any) -> Array:
+    """The float32 rows of a feature's keys or bags, as a prediction looks them up: [*shape, dim]."""
+    lead, keys, bag = _keys(view, name, value)
+    rows = np.asarray(view.begin(name, keys, dtype="float32", out=None, **bag).finish())
+    return rows.reshape(*lead, rows.shape[1])
+
+
 def _keys(view: PredictionView, name: str, value: Any) -> tuple[Shape, Any, dict[str, Any]]:
     """The shape of a feature's answer before its last dimension, its keys, and the pooling for `View.begin`."""
     keys, offsets, weights = keys_and_bags(name, value)

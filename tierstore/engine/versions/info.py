@@ -50,6 +50,7 @@ RECORD_FORMATS: dict[int, BaseKind | Literal["remote"]] = {
 }  # an older release must not take one for the other
 _IN_PARTITIONS = 4  # for either base; without its record `partitions`, absent keys would look like other nodes'
 MIN_TABLE_BUDGET = 128 << 10
+GOLDEN = "golden"  # the field of `version.json`
 EXPIRED = "expired"  # the record of how many rows have expired since the load, by table
 # the record of the time, by table, before which a row must have been written for a check to find it expired, with a
 # clock that was taken to be right
@@ -164,8 +165,9 @@ class VersionInfo:
     `number`, `specs` and `features` are constant; the watermark and what depends on it change.
     """
 
-    def __init__(self, where: VersionDirectory) -> None:
-        record = files.read_json(where.record)
+    def __init__(self, where: VersionDirectory, record: dict[str, Any] | None = None) -> None:
+        """`record`: the content of `version.json` where that is not published yet."""
+        record = files.read_json(where.record) if record is None else record
         formats = *RECORD_FORMATS, _IN_PARTITIONS
         if (form := record.get("format")) not in formats:
             raise of_another_release(where.record, form, " or ".join(map(str, formats)), record)
@@ -178,6 +180,7 @@ class VersionInfo:
             self.base = RECORD_FORMATS[form] if self.partitions is None else _local_base(record["base"])
             document, self.tables = record["manifest"], dict[str, dict[str, Any]](record["tables"])
             self.loaded_digests = _loaded_digests(record)  # of graphs, by head
+            self.golden: dict[str, Any] | None = record.get(GOLDEN)  # what became of its golden examples at the load
             self.content: str | None = record.get(CONTENT)  # None if an earlier release has loaded it
             self.tags = [
                 str(tag).encode() for tag in record.get("tags", ())

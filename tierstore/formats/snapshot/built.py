@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tierstore.errors import SnapshotError, StorageError
 from tierstore.formats.files import publish_json
-from tierstore.formats.names import BUILT_MANIFEST
+from tierstore.formats.names import BUILT_MANIFEST, GOLDEN_INDEX
 from tierstore.formats.objects import Location, ObjectPath, size_of
 from tierstore.formats.regular import MAX_DOCUMENT_BYTES, open_regular, read_regular
 from tierstore.formats.snapshot.checksum import checksum
@@ -299,6 +299,11 @@ class BuiltSnapshot(Snapshot):
             with open_regular(self._resolve(name, file_only=True)) as file:
                 keys: Keys = np.load(file, allow_pickle=False)
             return keys
+
+    def _golden_folder(self) -> str | None:
+        """As `Snapshot._golden_folder`, of the folder whose side files count."""
+        indexes = (other.name for other in self.built.others if f"/{other.name}".endswith(f"/{GOLDEN_INDEX}"))
+        return next((name.rpartition("/")[0] for name in indexes), None)
 
 
 def other_file(root: Path, path: Path) -> OtherFile:

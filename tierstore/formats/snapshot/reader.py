@@ -26,13 +26,14 @@ from tierstore.errors import InvalidInput, MissingExtra, SnapshotError, StorageE
 from tierstore.formats.buckets import EXTRAS
 from tierstore.formats.columns import Malformed
 from tierstore.formats.keys import as_codes
-from tierstore.formats.names import BUILT_MANIFEST, SNAPSHOT_MANIFEST
+from tierstore.formats.names import BUILT_MANIFEST, GOLDEN_INDEX, SNAPSHOT_MANIFEST
 from tierstore.formats.objects import Location, ObjectPath, is_inside, is_url, names_below, revision_of, size_of
 from tierstore.formats.onnx_file import read_onnx
 from tierstore.formats.regular import open_regular
 from tierstore.formats.row_times import Times, seconds_of
 from tierstore.formats.snapshot.arrow_shards import read_arrow, read_parquet
 from tierstore.formats.snapshot.checksum import checksum, checksum_while_read, is_hugectr, parts
+from tierstore.formats.snapshot.golden import MAX_BYTES, GoldenEntry, GoldenIndex, digest_parts
 from tierstore.formats.snapshot.manifest import Manifest, ShardEntry, TableEntry
 from tierstore.formats.snapshot.table_logs import reason_of_log
 from tierstore.formats.snapshot.tensor_shards import npy_header, read_hugectr_shard, read_npz, read_safetensors
@@ -146,6 +147,7 @@ class Snapshot:
             self._resolve(path, file_only=True)
         for path in (*self.manifest.graphs.values(), *chain.from_iterable(self.manifest.recorded.values())):
             self._resolve(path, file_only=True)
+        self.golden_paths()
 
     def batches(self, table: str, shard_no: int, batch_rows: int = 65536) -> Iterator[RowBatch]:
         """The shard's rows in order, at most `batch_rows` at a time (fewer where a row is wide).
@@ -217,8 +219,8 @@ class Snapshot:
         requests = chain.from_iterable(self.manifest.recorded.values())
         for name in (*self.manifest.graphs.values(), *self.manifest.warmup.values(), *requests):
             with naming(name):
-                path = self._resolve(name, file_only=True)
-                parts_of.append(revision_of(path) if isinstance(path, ObjectPath) else checksum(path))
+                parts_of.append(_revision(self._resolve(name, file_only=True)))
+        parts_of += digest_parts(self.golden_index(), [_revision(path) for _, path in self.golden_paths()])
         return xxhash.xxh3_128_hexdigest(json.dumps(parts_of).encode())
 
     def check_unchanged(self, identity: str) -> None:
@@ -261,6 +263,32 @@ class Snapshot:
     def request_paths(self, head: str = "") -> list[tuple[str, Location]]:
         """(name in the manifest, file) of the requests recorded for a head, in order."""
         return [(name, self._resolve(name, file_only=True)) for name in self.manifest.recorded.get(head, ())]
+
+    def _golden_folder(self) -> str | None:
+        """The folder of the golden examples, as names in the manifest are; None if there are none."""
+        folder, _, name = GOLDEN_INDEX.rpartition("/")
+        return folder if (self.root / folder / name).exists() else None
+
+    def golden_index(self) -> GoldenIndex | None:
+        """Which golden examples there are; None if there are none. Raises SnapshotError."""
+        folder = self._golden_folder()
+        if folder is None:
+            return None
+        name = f"{folder}/{PurePosixPath(GOLDEN_INDEX).name}"
+        with naming(name):
+            return GoldenIndex.read(self._resolve(name, file_only=True))
+
+    def golden_paths(self) -> list[tuple[GoldenEntry, Location]]:
+        """The golden examples and their files, in order. Raises SnapshotError."""
+        index, folder = self.golden_index(), self._golden_folder()
+        if index is None:
+            return []
+        paths = [(entry, self._resolve(f"{folder}/{entry.path}", file_only=True)) for entry in index.examples]
+        if (nbytes := sum(size_of(path) for _, path in paths)) > 2 * MAX_BYTES:
+            raise SnapshotError(
+                f"golden examples of {nbytes} bytes, at most {MAX_BYTES} are allowed", file=GOLDEN_INDEX
+            )
+        return paths
 
     def _shard(self, table: str, shard_no: int) -> tuple[TableEntry, ShardEntry]:
         entry = self.manifest.table(table)
@@ -336,6 +364,11 @@ class Snapshot:
                     place.first_row += len(codes)
         if first_row != shard.rows:
             raise SnapshotError(f"expected {shard.rows} rows, as snapshot.json says, got {first_row}", file=shard.path)
+
+
+def _revision(path: Location) -> Any:
+    """What changes with a small file."""
+    return revision_of(path) if isinstance(path, ObjectPath) else checksum(path)
 
 
 def _compare(shard: ShardEntry, got: str) -> None:

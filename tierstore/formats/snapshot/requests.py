@@ -25,7 +25,7 @@ MAX_REQUEST_BYTES = 64 << 20  # of the arrays of one
 _PARTS = ("offsets", "weights")  # of a ragged value, in this order after its keys
 
 
-def flatten(inputs: Mapping[str, Any]) -> dict[str, npt.NDArray[Any]]:
+def request_arrays(inputs: Mapping[str, Any]) -> dict[str, npt.NDArray[Any]]:
     """The arrays to record of the inputs of `Model.predict`: (keys, offsets[, weights]) of ragged
     bags become separate arrays.
     """
@@ -43,7 +43,7 @@ def flatten(inputs: Mapping[str, Any]) -> dict[str, npt.NDArray[Any]]:
 
 
 def ragged(arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str, Any]:
-    """The inverse of `flatten`."""
+    """The inverse of `request_arrays`."""
     inputs: dict[str, Any] = {}
     for name, array in arrays.items():
         owner, _, part = name.rpartition(".")
@@ -56,8 +56,13 @@ def ragged(arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str, Any]:
 
 def write_request(path: Path, inputs: Mapping[str, Any]) -> None:
     """Publish a request. Raises SnapshotError for a value that is no array of numbers or strings."""
+    write_arrays(path, request_arrays(inputs))
+
+
+def write_arrays(path: Path, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+    """Publish a `.npz` file of these arrays."""
     with files.publish(path) as file, zipfile.ZipFile(file, "w") as archive:
-        for name, array in flatten(inputs).items():
+        for name, array in arrays.items():
             with archive.open(f"{name}.npy", "w") as member:
                 np.lib.format.write_array(member, array, allow_pickle=False)
 

@@ -20,13 +20,30 @@ from tierstore.errors import InvalidInput, SnapshotError, shown
 from tierstore.formats import files
 from tierstore.formats.columns import as_vectors, first_not_finite
 from tierstore.formats.keys import as_codes, from_codes
-from tierstore.formats.names import KEYS_SUFFIX, REQUEST_SUFFIX, REQUESTS, SNAPSHOT_MANIFEST, WARMUP, dense_file
+from tierstore.formats.names import (
+    GOLDEN_INDEX,
+    KEYS_SUFFIX,
+    REQUEST_SUFFIX,
+    REQUESTS,
+    SNAPSHOT_MANIFEST,
+    WARMUP,
+    dense_file,
+)
 from tierstore.formats.normalize import guessed_key_type, vector_rows
 from tierstore.formats.objects import is_url
 from tierstore.formats.onnx_file import read_dense
 from tierstore.formats.rounding import Rounding
 from tierstore.formats.row_times import TIME_BYTES, Times, given_times
-from tierstore.formats.snapshot.manifest import Manifest
+from tierstore.formats.snapshot.golden import (
+    MAX_BYTES,
+    RTOL,
+    GoldenEntry,
+    GoldenIndex,
+    checked_tolerance,
+    too_many,
+    write_example,
+)
+from tierstore.formats.snapshot.manifest import MAX_REQUESTS, Manifest
 from tierstore.formats.snapshot.requests import write_request
 from tierstore.formats.snapshot.shard_writers import ArrowShard, HugeCtrShard, ShardFile, TensorShard
 from tierstore.formats.strings import as_arrow_strings
@@ -88,6 +105,8 @@ class SnapshotWriter:
         self._warmup: dict[str, str] = {}
         self._requests: dict[str, list[str]] = {}  # by head, as the graphs are
         self._graphs: dict[str, str] = {}
+        self._golden: list[GoldenEntry] = []
+        self._golden_bytes = 0
         self._closed = False
 
     def _begin(self) -> None:
@@ -220,6 +239,51 @@ class SnapshotWriter:
         self._written(self.directory / path)
         requests.append(path)
 
+    def golden(
+        self,
+        inputs: Mapping[str, Any],
+        expected: Mapping[str, Any],
+        *,
+        rtol: float = RTOL,
+        atol: float | None = None,
+        head: str | None = None,
+    ) -> None:
+        """An example of what the version must answer: a load that gets another answer refuses the snapshot.
+
+        >>> snapshot.golden({"user_id": users, "item_id": items}, {"score": ranker.predict(rows)})
+
+        inputs: as for `Model.predict`. expected: the scores by output, or rows by feature (pooled ones for bags), as
+        the trainer has them. rtol and atol: how far a number may be off, `atol + rtol * abs(expected)`; atol defaults
+        to 1e-5 of the largest expected number. Labels, ids and strings must be equal, and NaN equals NaN. head: whose
+        scores they are, for a further dense part.
+
+        Keys that the table holds, one that it does not, an empty bag, and outputs that are not all equal make an
+        example that notices something. At most 1,000 a head, and 256 MiB in all. An earlier release passes them over.
+        """
+        self._open()
+        of = check_name("head", head) if head else ""
+        if sum(entry.head == of for entry in self._golden) >= MAX_REQUESTS:
+            raise too_many(of)
+        rtol, atol = checked_tolerance("rtol", rtol), None if atol is None else checked_tolerance("atol", atol)
+        folder = self.directory / Path(GOLDEN_INDEX).parent
+        entry = GoldenEntry(path=f"{len(self._golden):05d}{REQUEST_SUFFIX}", head=of, rtol=rtol, atol=atol)
+        files.make_dir(folder)
+        self._golden_bytes += write_example(folder / entry.path, inputs, expected)
+        if self._golden_bytes > MAX_BYTES:
+            raise SnapshotError(f"golden examples: expected at most {MAX_BYTES >> 20} MiB of arrays in all")
+        self._written(folder / entry.path)
+        self._golden.append(entry)
+
+    def _write_golden(self) -> None:
+        if not self._golden:
+            return
+        if unknown := {entry.head for entry in self._golden} - {"", *self._graphs}:
+            raise SnapshotError(f"a golden example is of head {min(unknown)!r}, which has no graph: call `dense`")
+        incomplete = tuple(name for name, table in self._tables.items() if table.is_incomplete)
+        path = self.directory / GOLDEN_INDEX
+        GoldenIndex(examples=tuple(self._golden), incomplete=incomplete).write(path)
+        self._written(path)
+
     def close(self) -> Manifest:
         """Finish the tables and publish `snapshot.json`."""
         self._open()
@@ -230,6 +294,7 @@ class SnapshotWriter:
                 raise SnapshotError(
                     f"a request is recorded for head {min(unknown)!r}, which has no graph: call `dense`"
                 )
+            self._write_golden()
             dense = self._graphs.pop("", None)
             manifest = Manifest.create(
                 **self._head,
@@ -280,7 +345,8 @@ class TableWriter:
     """A table of a snapshot that is being written. Made by `SnapshotWriter.table`.
 
     Attributes: `rows`, how many were written, and `rounding`, how far their numbers are off once they are stored in the
-    table's dtype: `rounding.largest` and `rounding.mean`.
+    table's dtype: `rounding.largest` and `rounding.mean`. Set `is_incomplete` where rows were left out on purpose: a
+    golden example that needs one of these is then passed over.
     """
 
     def __init__(
@@ -296,6 +362,7 @@ class TableWriter:
         self.dim: int = entry["dim"]
         self.key_type = KeyType(entry["key"])
         self.rows = 0
+        self.is_incomplete = False
         self._shards: list[dict[str, Any]] = []
         self._shard: ShardFile | None = None
         self._shard_rows = 0

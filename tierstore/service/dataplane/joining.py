@@ -2,8 +2,9 @@
 
 Requests are joined along the batch dimension, the first of every tensor. That is right for a dense part that treats
 the rows of a batch one by one, as ranking models do. A graph does not say whether it does, so the operator must switch
-joining on. What a graph does say is checked: all inputs of the dense part, and all requested outputs, declare the same
-name as their first dimension, and in the request that has one size everywhere.
+joining on, and a graph that a trial has seen mix rows is never joined. What a graph does say is checked: all inputs of
+the dense part, and all requested outputs, declare the same name as their first dimension, and in the request that has
+one size everywhere.
 
 Pure functions, and immutable values; any thread.
 """
@@ -57,7 +58,7 @@ def joint_of(request: Request, plan: Plan) -> Joint | None:
 def can_join(plan: Plan) -> bool:
     """Whether requests of a plan's structure may be joined with others, if their sizes agree."""
     dense, bindings = plan.dense, plan.bindings
-    if dense is None or bindings is None or not all(spec.fixed for spec in plan.specs):
+    if dense is None or bindings is None or bindings.mixes_rows or not all(spec.fixed for spec in plan.specs):
         return False
     declared = [tensor.shape for tensor in bindings.signature.inputs]
     declared += [bindings.outputs[name].shape for name in dense.run.outputs]

@@ -109,10 +109,13 @@ def elements_from_json(name: str, datatype: str, shape: tuple[int, ...], data: o
 
 
 def elements_from_list(name: str, datatype: str, shape: tuple[int, ...], flat: list[Any]) -> Elements:
-    """Elements of a tensor of `shape` from a list of JSON values, flat in row-major order."""
+    """Elements of a tensor of `shape` from a list of JSON values, flat in row-major order. null is NaN, of floats."""
     kinds = set(map(type, flat))
     dtype = NUMPY_DTYPE.get(datatype)
     allowed = {str} if dtype is None else _JSON_KINDS[dtype.kind]
+    if type(None) in kinds and dtype is not None and dtype.kind == "f":  # as an answer says it
+        flat = [math.nan if value is None else value for value in flat]
+        kinds = set(map(type, flat))
     if not kinds <= allowed:
         others = ", ".join(sorted(kind.__name__ for kind in kinds - allowed))
         first = next(i for i, value in enumerate(flat) if type(value) not in allowed)

@@ -204,12 +204,14 @@ class ClusterTarget:
                 self._keep_claim(number)
                 pace.sleep()
 
-    def publish(self, where: VersionDirectory, build: BaseBuild, manifest: Manifest) -> None:
+    def record(self, where: VersionDirectory, build: BaseBuild, manifest: Manifest) -> dict[str, Any]:
+        return make_record(where, manifest, build, [tag.encode() for tag in self._record["tags"]])
+
+    def publish(self, where: VersionDirectory, number: int, record: dict[str, Any]) -> None:
         """Put the side files and the record into the cluster: from here on the version is there."""
-        shared, number = self._shared, manifest.version
+        shared = self._shared
         for path in sorted(path for path in where.root.rglob("*") if path.is_file() and _is_side_file(path, where)):
             shared.put_file(number, path.relative_to(where.root).as_posix(), path.read_bytes())
-        record = make_record(where, manifest, build, [tag.encode() for tag in self._record["tags"]])
         ready = {**self._record, "state": READY, "record": record}
         if not shared.record(number, self._record, ready):
             raise Conflict(f"version {number} of {shared.name!r} was dropped while it was loaded")
@@ -261,5 +263,8 @@ def _parts(file: SealedFile, names: Mapping[int, str], tables: Container[str] | 
 
 
 def _is_side_file(path: Any, where: VersionDirectory) -> bool:
+    """Whether the other nodes need it; golden examples were run, and are for the node that loads."""
+    if path.is_relative_to(where.golden):
+        return False
     first = path.relative_to(where.root).parts[0]
     return head_of_file(first) is not None or first == where.requests().parent.name

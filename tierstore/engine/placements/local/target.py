@@ -6,6 +6,8 @@ there.
 
 from __future__ import annotations
 
+from typing import Any
+
 from tierstore.engine.model import Model
 from tierstore.engine.versions.info import first_records, make_record
 from tierstore.formats import files
@@ -35,8 +37,11 @@ class LocalTarget:
         bulk.ingest(build, where.db, first_records(where, snapshot.manifest, build))
         bulk.read_back(where.db)
 
-    def publish(self, where: VersionDirectory, build: BaseBuild, manifest: Manifest) -> None:
-        files.publish_record(where.record, make_record(where, manifest, build))
+    def record(self, where: VersionDirectory, build: BaseBuild, manifest: Manifest) -> dict[str, Any]:
+        return make_record(where, manifest, build)
+
+    def publish(self, where: VersionDirectory, number: int, record: dict[str, Any]) -> None:
+        files.publish_record(where.record, record)
 
     def abandon(self, number: int) -> None:
         """Nothing: the claim's end removes the directory."""
