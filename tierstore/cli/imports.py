@@ -80,15 +80,22 @@ Golden = Annotated[
 ]
 
 
+Paths = Annotated[
+    list[Path],
+    argument(
+        "PATH",
+        "Parquet, Arrow or ORC files, directories of them, a HugeCTR folder, a checkpoint of PyTorch, TFRA or "
+        "dynamicemb, .npz, .npy of keys and of vectors, word2vec's text; or one tables.toml.",
+    ),
+]
+Default = Annotated[
+    str | None,
+    option("WHAT", "What absent keys get: zeros or mean (default: the source's own row for them, or zeros)."),
+]
+
+
 def import_(
-    paths: Annotated[
-        list[Path],
-        argument(
-            "PATH",
-            "Parquet, Arrow or ORC files, directories of them, a HugeCTR folder, a checkpoint of PyTorch, TFRA or "
-            "dynamicemb, .npz, .npy of keys and of vectors, word2vec's text; or one tables.toml.",
-        ),
-    ],
+    paths: Paths,
     model: Annotated[str | None, option("MODEL", "Name of the model.")] = None,
     table: Annotated[str | None, option("TABLE", "Name of the table.")] = None,
     key: Key = "key",
@@ -98,10 +105,7 @@ def import_(
     combiner: Annotated[str | None, option("HOW", "Pool bags of it: sum, mean or sqrtn.")] = None,
     key_type: Annotated[str | None, option("TYPE", "int64, uint64 or string (default: as the column has it).")] = None,
     dtype: DType = None,
-    default: Annotated[
-        str | None,
-        option("WHAT", "What absent keys get: zeros or mean (default: the source's own row for them, or zeros)."),
-    ] = None,
+    default: Default = None,
     ttl: Ttl = None,
     time_column: TimeColumn = None,
     on_null: OnNull = None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import sys
@@ -83,14 +84,8 @@ def status(document: Mapping[str, Any]) -> None:
                 f"  canary [bold]{canary['version']}[/] gets {100 * canary['share']:g}% of the requests, watermark "
                 f"{canary['watermark']}"
             )
-        for entry in model["versions"]:
-            if report := entry.get("golden"):
-                out.print(f"  version {entry['version']}: golden examples: {printable(golden_text(report))}")
-            for head in entry.get("mixes_rows") or ():
-                what = f"the dense part {head!r}" if head else "the dense part"
-                out.print(f"  version {entry['version']}: {what} mixes rows, so its requests are not joined")
-            for what, state in unserved_parts(entry):
-                out.print(f"  [yellow]version {entry['version']}:[/] {what} is {escape(state)}")
+        for line in itertools.chain.from_iterable(map(_notes, model["versions"])):
+            out.print(f"  {line}")
         for version, unfinished in model.get("unfinished", {}).items():
             out.print(
                 f"  the load of version {version} was interrupted; {size(unfinished['bytes'])} are kept to continue "
@@ -121,6 +116,18 @@ def status(document: Mapping[str, Any]) -> None:
     disk = document.get("disk") or {}
     if disk.get("free") is not None:
         out.print(f"disk: {size(disk['free'])} free, of which {size(disk['reserve'])} are kept (disk_reserve)")
+
+
+def _notes(entry: Mapping[str, Any]) -> Iterator[str]:
+    """What is to be said of one version beside its row in the table."""
+    of = f"version {entry['version']}:"
+    if report := entry.get("golden"):
+        yield f"{of} golden examples: {printable(golden_text(report))}"
+    for head in entry.get("mixes_rows") or ():
+        what = f"the dense part {head!r}" if head else "the dense part"
+        yield f"{of} {what} mixes rows, so its requests are not joined"
+    for what, state in unserved_parts(entry):
+        yield f"[yellow]{of}[/] {what} is {escape(state)}"
 
 
 def _surroundings(document: Mapping[str, Any]) -> Iterator[str]:

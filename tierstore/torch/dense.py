@@ -15,7 +15,7 @@ from torch import nn
 
 from tierstore.errors import InvalidInput, MissingExtra, SnapshotError
 from tierstore.torch.hashing import HashKeys
-from tierstore.torch.runs import Feature, Run, epsilon_of
+from tierstore.torch.runs import ModuleRun, UsedFeature, epsilon_of
 from tierstore.torch.tables import Collection, collections_of, scoring
 from tierstore.types import check_name
 
@@ -47,7 +47,7 @@ class _Pooled:
 class _PooledRows(nn.Module):  # type: ignore[misc]
     """Replaces a collection: returns what that does, made of rows that are given."""
 
-    def __init__(self, collection: Collection, features: Mapping[str, Feature], given: _Pooled) -> None:
+    def __init__(self, collection: Collection, features: Mapping[str, UsedFeature], given: _Pooled) -> None:
         super().__init__()
         self._given, self._features = given, [name for config, _ in collection.tables for name in config.feature_names]
         self._dims = [config.embedding_dim for config, _ in collection.tables for _ in config.feature_names]
@@ -64,7 +64,11 @@ class _Dense(nn.Module):  # type: ignore[misc]
     """
 
     def __init__(
-        self, module: nn.Module, tables: Mapping[str, Any], features: Mapping[str, Feature], inputs: Mapping[str, Any]
+        self,
+        module: nn.Module,
+        tables: Mapping[str, Any],
+        features: Mapping[str, UsedFeature],
+        inputs: Mapping[str, Any],
     ) -> None:
         super().__init__()
         self._given = _Pooled()
@@ -79,7 +83,7 @@ class _Dense(nn.Module):  # type: ignore[misc]
         self.names = [*self._arguments, *(name for name, feature in features.items() if feature.pooled is not None)]
         self.inner = module
 
-    def example(self, run: Run) -> dict[str, torch.Tensor]:
+    def example(self, run: ModuleRun) -> dict[str, torch.Tensor]:
         """What it is called with, by name, in place of a run of the module."""
         return {name: run.features[name].rows if name in run.features else run.inputs[name] for name in self.names}
 
@@ -107,7 +111,7 @@ class _Dense(nn.Module):  # type: ignore[misc]
 
 
 def dense_part(
-    module: nn.Module, runs: Sequence[Run], tables: Mapping[str, Any], output_names: Sequence[str] | None
+    module: nn.Module, runs: Sequence[ModuleRun], tables: Mapping[str, Any], output_names: Sequence[str] | None
 ) -> bytes:
     features, inputs = runs[0].features, runs[0].inputs
     if sequences := [name for name, feature in features.items() if feature.pooled is not None and not feature.combiner]:

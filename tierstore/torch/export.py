@@ -16,8 +16,8 @@ from tierstore.formats.rounding import Rounding
 from tierstore.formats.snapshot.writer import SnapshotWriter, TableWriter
 from tierstore.torch.dense import dense_part
 from tierstore.torch.golden import write_golden
-from tierstore.torch.runs import Feature, example_request, runs_of
-from tierstore.torch.tables import BATCH_ROWS, checked_keys, rows_of, tables_of, unwrapped
+from tierstore.torch.runs import UsedFeature, example_request, runs_of
+from tierstore.torch.tables import BATCH_ROWS, checked_keys, tables_of, unwrapped, weight_rows
 from tierstore.torch.touched import TouchedRows
 from tierstore.types import StorageDtype
 
@@ -94,11 +94,11 @@ def _write_rows(out: TableWriter, table: Any, keys: Any) -> Rounding:
     rows = len(table.weight)
     for begin in range(0, rows, BATCH_ROWS):
         part = slice(begin, min(begin + BATCH_ROWS, rows))
-        out.write(np.arange(part.start, part.stop) if keys is None else keys[part], rows_of(table, part))
+        out.write(np.arange(part.start, part.stop) if keys is None else keys[part], weight_rows(table, part))
     return out.rounding
 
 
-def _write_features(snapshot: SnapshotWriter, features: Mapping[str, Feature], named: Mapping[str, Any]) -> None:
+def _write_features(snapshot: SnapshotWriter, features: Mapping[str, UsedFeature], named: Mapping[str, Any]) -> None:
     for feature in features.values():
         padding = feature.padding
         if padding is not None and feature.table in named:

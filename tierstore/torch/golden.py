@@ -19,8 +19,8 @@ from tierstore.formats.snapshot.golden import RTOL
 from tierstore.formats.snapshot.writer import SnapshotWriter
 from tierstore.kernels.codec import decode, encode
 from tierstore.torch.hashing import HashKeys
-from tierstore.torch.runs import Feature, Run, epsilon_of, example_request, run_of
-from tierstore.torch.tables import rows_of
+from tierstore.torch.runs import ModuleRun, UsedFeature, epsilon_of, example_request, run_of
+from tierstore.torch.tables import weight_rows
 from tierstore.types import StorageDtype
 
 log = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ _COARSE = 1e-5  # numbers that round by more are compared by what they round by
 def write_golden(
     snapshot: SnapshotWriter,
     module: nn.Module,
-    runs: Sequence[Run],
+    runs: Sequence[ModuleRun],
     tables: Mapping[str, Any],
     keys: Mapping[str, Any],
     dtype: StorageDtype,
@@ -72,7 +72,7 @@ def write_golden(
             _write_edges(snapshot, name, feature, keys.get(feature.table))
 
 
-def _write_edges(snapshot: SnapshotWriter, name: str, feature: Feature, keys: Any) -> None:
+def _write_edges(snapshot: SnapshotWriter, name: str, feature: UsedFeature, keys: Any) -> None:
     """A key that the table does not hold gets zeros, and so does an empty bag."""
     rows, dim = feature.rows.reshape(-1, feature.rows.shape[-1]).numpy(force=True), feature.rows.shape[-1]
     if feature.combiner is not None:
@@ -84,7 +84,7 @@ def _write_edges(snapshot: SnapshotWriter, name: str, feature: Feature, keys: An
         snapshot.golden({name: absent}, {name: np.zeros((1, dim), np.float32)})
 
 
-def _absent(feature: Feature, keys: Any) -> Any:
+def _absent(feature: UsedFeature, keys: Any) -> Any:
     """A key that a feature's table does not hold; None where every key has a row."""
     if feature.hash is not None:
         return None
@@ -97,7 +97,7 @@ def _absent(feature: Feature, keys: Any) -> Any:
 
 
 @contextmanager
-def _stored(runs: Sequence[Run], tables: Mapping[str, Any], dtype: StorageDtype) -> Iterator[None]:
+def _stored(runs: Sequence[ModuleRun], tables: Mapping[str, Any], dtype: StorageDtype) -> Iterator[None]:
     """Rows that the runs read are as they are stored, for the block."""
     before: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
     try:
@@ -107,7 +107,7 @@ def _stored(runs: Sequence[Run], tables: Mapping[str, Any], dtype: StorageDtype)
                 if not read:
                     continue
                 numbers = torch.cat(read).unique().to(table.weight.device)
-                full = rows_of(table, numbers).float().numpy(force=True)
+                full = weight_rows(table, numbers).float().numpy(force=True)
                 stored = np.empty(full.shape, np.float32)
                 decode(encode(np.ascontiguousarray(full), dtype), dtype, stored)
                 before.append((table.weight, numbers, table.weight.detach()[numbers].clone()))
@@ -119,7 +119,7 @@ def _stored(runs: Sequence[Run], tables: Mapping[str, Any], dtype: StorageDtype)
                 weight[numbers] = rows
 
 
-def _row_numbers(feature: Feature) -> torch.Tensor:
+def _row_numbers(feature: UsedFeature) -> torch.Tensor:
     keys, how = feature.bags.keys, feature.hash
     return (keys if how is None else HashKeys(how.mod, how.seed)(keys)).reshape(-1).long().cpu()
 
@@ -132,7 +132,7 @@ def _array(value: Any) -> np.ndarray[Any, Any]:
     return array
 
 
-def _difference(full: Run, stored: Run) -> float:
+def _difference(full: ModuleRun, stored: ModuleRun) -> float:
     """By how much the scores of two runs differ at most."""
     pairs = [(_array(a), _array(b)) for a, b in zip(full.outputs, stored.outputs, strict=True)]
     floats = [(a.astype(np.float64), b.astype(np.float64)) for a, b in pairs if a.dtype.kind == "f"]

@@ -24,8 +24,8 @@ from tierstore.torch.tables import (
     check_table,
     collections_of,
     padding_of,
-    rows_of,
     scoring,
+    weight_rows,
 )
 from tierstore.types import KeyHash, KeyType, as_bags
 
@@ -34,7 +34,7 @@ _OF_ROWS = 1e-4  # between rows of a module and of its weight, of the largest
 
 
 @dataclass(slots=True)
-class Feature:
+class UsedFeature:
     """An argument of `forward` that goes into a table; `rows` is what a service looks up or pools for the example."""
 
     name: str
@@ -44,13 +44,13 @@ class Feature:
     rows: torch.Tensor
     dtype: torch.dtype  # of the rows that the module computes with
     parts: tuple[str, ...]  # the arguments with offsets and weights of its bags, or that which the bags are in
-    bags: Bags
+    bags: JaggedKeys
     hash: KeyHash | None = None  # by which a HashKeys makes row numbers of the argument
     pooled: Any = None  # the type that a collection of TorchRec returns, where one has the feature
 
 
 @dataclass(slots=True)
-class Bags:
+class JaggedKeys:
     """Keys, and where each bag begins, without an end; None where keys are no bags, or a bag is a row of a matrix."""
 
     keys: torch.Tensor
@@ -67,15 +67,15 @@ class Bags:
 
 
 @dataclass(slots=True)
-class Run:
+class ModuleRun:
     """One run of the unchanged module."""
 
     inputs: Mapping[str, Any]
-    features: dict[str, Feature]  # by argument, or by their names in a collection
+    features: dict[str, UsedFeature]  # by argument, or by their names in a collection
     outputs: list[torch.Tensor]
 
 
-def runs_of(module: nn.Module, inputs: Mapping[str, Any], tables: Mapping[str, Any]) -> list[Run]:
+def runs_of(module: nn.Module, inputs: Mapping[str, Any], tables: Mapping[str, Any]) -> list[ModuleRun]:
     """Runs on the example and, in its shapes, on keys drawn from all rows of each table.
 
     The example shows what goes where. Others are there because what a module does to some keys alone (one that it
@@ -105,7 +105,7 @@ def runs_of(module: nn.Module, inputs: Mapping[str, Any], tables: Mapping[str, A
     return runs
 
 
-def run_of(module: nn.Module, inputs: Mapping[str, Any], tables: Mapping[str, Any]) -> Run:
+def run_of(module: nn.Module, inputs: Mapping[str, Any], tables: Mapping[str, Any]) -> ModuleRun:
     """Run a module once, and note which arguments go into which tables."""
     finder, collections = _Finder(inputs, tables), collections_of(module)
     collected = {id(table) for one in collections for _, table in one.tables}
@@ -124,15 +124,15 @@ def run_of(module: nn.Module, inputs: Mapping[str, Any], tables: Mapping[str, An
         for hook in hooks:
             hook.remove()
     outputs = list(outputs.values()) if isinstance(outputs, dict) else outputs
-    return Run(inputs, finder.found, list(outputs) if isinstance(outputs, (list, tuple)) else [outputs])
+    return ModuleRun(inputs, finder.found, list(outputs) if isinstance(outputs, (list, tuple)) else [outputs])
 
 
 def _drawn(
-    features: Mapping[str, Feature], inputs: Mapping[str, Any], tables: Mapping[str, Any], rng: Any, *, edges: bool
+    features: Mapping[str, UsedFeature], inputs: Mapping[str, Any], tables: Mapping[str, Any], rng: Any, *, edges: bool
 ) -> dict[str, Any]:
     """The example with other keys. edges: the first and the last row and the padding are among them."""
 
-    def like(keys: torch.Tensor, feature: Feature) -> torch.Tensor:
+    def like(keys: torch.Tensor, feature: UsedFeature) -> torch.Tensor:
         table = tables[feature.table]
         if feature.hash is None:
             drawn = rng.integers(0, len(table.weight), keys.numel())
@@ -166,7 +166,7 @@ class _Finder:
     def __init__(self, inputs: Mapping[str, Any], tables: Mapping[str, Any]) -> None:
         self._given = {name: value for name, value in inputs.items() if _is_tensor(value)}
         self._tables = tables
-        self.found: dict[str, Feature] = {}
+        self.found: dict[str, UsedFeature] = {}
         self._hashed: list[tuple[Any, str, KeyHash]] = []  # what a HashKeys has made, and of which argument
 
     def hashed(self, by: HashKeys, arguments: tuple[Any, ...], rows: Any) -> None:
@@ -213,7 +213,7 @@ class _Finder:
             offsets = parts.get("offsets")
             if offsets is not None and table.include_last_offset:
                 offsets = offsets[:-1]
-            bags = Bags(self._given[argument], offsets, parts.get("per_sample_weights"))
+            bags = JaggedKeys(self._given[argument], offsets, parts.get("per_sample_weights"))
             self._add(argument, name, combiner, rows, names, bags, how)
 
         return hook
@@ -240,7 +240,7 @@ class _Finder:
                         )
                     keys, offsets, weights = as_bags(name, by_feature[name])
                     its = rows[name] if combiner else rows[name].values()
-                    bags = Bags(keys, offsets, weights if weighted else None)
+                    bags = JaggedKeys(keys, offsets, weights if weighted else None)
                     self._add(name, config.name, combiner, its, (argument,), bags, how, type(pooled))
 
         return hook
@@ -252,7 +252,7 @@ class _Finder:
         combiner: str | None,
         rows: torch.Tensor,
         parts: tuple[Any, ...],
-        bags: Bags,
+        bags: JaggedKeys,
         how: KeyHash | None,
         pooled: Any = None,
     ) -> None:
@@ -267,15 +267,17 @@ class _Finder:
                 "a service would: a hook or a part in between changes them. Have the module around the table do that, "
                 "after the look-up"
             )
-        self.found[name] = Feature(name, table, combiner, padding, served, rows.dtype, parts, bags, how, pooled)
+        self.found[name] = UsedFeature(name, table, combiner, padding, served, rows.dtype, parts, bags, how, pooled)
 
 
-def _served(table: Any, bags: Bags, combiner: str | None, padding: int | None, how: KeyHash | None) -> torch.Tensor:
+def _served(
+    table: Any, bags: JaggedKeys, combiner: str | None, padding: int | None, how: KeyHash | None
+) -> torch.Tensor:
     """What a service answers, float32: of the weight and what is written of a feature, and nothing of the module."""
     keys = bags.keys if how is None else HashKeys(how.mod, how.seed)(bags.keys)
     flat = keys.reshape(-1).long()
     ignored = torch.zeros_like(flat, dtype=torch.bool) if padding is None else flat == padding
-    rows = rows_of(table, flat).float().masked_fill(ignored[:, None], 0)
+    rows = weight_rows(table, flat).float().masked_fill(ignored[:, None], 0)
     if combiner is None:
         return rows.reshape(*keys.shape, rows.shape[1])
     starts = torch.arange(len(keys), device=keys.device) * keys.shape[1] if bags.offsets is None else bags.offsets
@@ -290,7 +292,7 @@ def _served(table: Any, bags: Bags, combiner: str | None, padding: int | None, h
 
 
 def example_request(
-    features: Mapping[str, Feature], inputs: Mapping[str, Any], keys: Mapping[str, Any]
+    features: Mapping[str, UsedFeature], inputs: Mapping[str, Any], keys: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The example as a request to the served model."""
     request: dict[str, Any] = {

@@ -142,7 +142,7 @@ def check_collections(module: nn.Module) -> None:
             )
 
 
-def rows_of(table: Any, rows: Any) -> torch.Tensor:
+def weight_rows(table: Any, rows: Any) -> torch.Tensor:
     """Rows of a table as a look-up gives them: shortened where it has a `max_norm`. rows: a slice, or int64[n]."""
     weight: torch.Tensor = table.weight.detach()[rows]
     if table.max_norm is None:

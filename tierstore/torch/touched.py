@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from tierstore.errors import InvalidInput
 from tierstore.formats.delta.writer import DeltaWriter
 from tierstore.formats.times import Moment
-from tierstore.torch.tables import BATCH_ROWS, check_collections, check_table, checked_keys, rows_of, tables_of
+from tierstore.torch.tables import BATCH_ROWS, check_collections, check_table, checked_keys, tables_of, weight_rows
 
 
 class Behind(NamedTuple):
@@ -67,7 +67,7 @@ class TouchedRows:
                 )
         self._keys = checked_keys(keys, self.tables)
         self._hold_back = _checked_norms(hold_back, self.tables)
-        self._written = {name: rows_of(self.tables[name], slice(None)).clone() for name in self._hold_back}
+        self._written = {name: weight_rows(self.tables[name], slice(None)).clone() for name in self._hold_back}
         self._marks: dict[str, torch.Tensor] = {}
         marked = {name: table for name, table in self.tables.items() if name not in self._hold_back}
         self._hooks = [
@@ -147,7 +147,7 @@ class TouchedRows:
         written = self._written[table] = written.to(weight.device)
         for first in range(0, len(weight), BATCH_ROWS):
             part = slice(first, first + BATCH_ROWS)
-            yield first, rows_of(of, part), written[part]
+            yield first, weight_rows(of, part), written[part]
 
     def keys(self, table: str, rows: Any) -> Any:
         """The keys of rows."""
@@ -158,7 +158,7 @@ class TouchedRows:
         of = self.tables[table]
         index = torch.as_tensor(rows, device=of.weight.device)
         if table in self._hold_back:
-            self._written[table].index_copy_(0, index, rows_of(of, index).to(self._written[table].dtype))
+            self._written[table].index_copy_(0, index, weight_rows(of, index).to(self._written[table].dtype))
         elif table in self._marks:
             self._marks[table][index] = False
 
@@ -167,7 +167,7 @@ class TouchedRows:
         for mark in self._marks.values():
             mark.zero_()
         for name, written in self._written.items():
-            written.copy_(rows_of(self.tables[name], slice(None)))
+            written.copy_(weight_rows(self.tables[name], slice(None)))
 
     def close(self) -> None:
         """Remove the hooks from the module and from optimizers."""
@@ -196,7 +196,7 @@ def write_delta(
             for begin in range(0, len(rows[name]), BATCH_ROWS):
                 part = rows[name][begin : begin + BATCH_ROWS]
                 index = torch.as_tensor(part, device=table.weight.device)
-                delta.upsert(name, touched.keys(name, part), rows_of(table, index))
+                delta.upsert(name, touched.keys(name, part), weight_rows(table, index))
         if dense is not None:
             delta.dense(dense)
     for name, numbers in rows.items():
