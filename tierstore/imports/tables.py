@@ -138,33 +138,33 @@ def import_table(
     Args:
         source: a path or paths of Parquet, Arrow or ORC files, of directories of them (as Spark, Ray, DuckDB and pandas
             write them), of checkpoints, `.npz` or `.npy` arrays, word2vec's text, or of a HugeCTR folder; or a frame
-            (pandas, Polars, DuckDB), Arrow data, or a mapping of columns that are arrays.
+            (pandas, Polars, DuckDB), Arrow data, or a mapping of columns.
         key: the column of the keys: integers of any width, or strings; as `meta.id`, a field of a structure. vector:
             that of the vectors (lists, fixed-size lists, arrays), or those of one number each: their names, or a
             pattern such as `f*` (`f2` before `f10`).
         feature: its name in requests; default the table's. combiner: how its bags are pooled. padding_key: one that
-            never counts. key_type: `int64`, `uint64` or `string`; default that of the column. dtype: how rows are
-            stored: default float16 where the vectors are, else float32.
+            never counts. key_type: `int64`, `uint64` or `string`; default the column's. dtype: of storage; default
+            float16 where the vectors are, else float32.
         default: the vector of keys that the table does not hold: `zeros`, `mean`, or `dim` numbers. Else it is the
             source's own where that has one (TorchRec's managed collisions), else zeros.
-        ttl_s: rows that were not written for so long expire: seconds, or a time such as `30d`. time_column: the column
-            that says when each row was written (seconds since 1970, timestamps, dates); default the time of the import.
-        on_null: `skip` leaves out rows with a null in one of these columns, or within a vector; `fail` refuses them.
-            on_duplicate: `last` keeps the last row of a key, and holds all keys in memory; `fail` has the load refuse.
+        ttl_s: rows not written for so long expire: seconds, or a time such as `30d`. time_column: says when each row
+            was written (seconds since 1970, timestamps, dates); default the time of the import.
+        on_null: `skip` leaves out rows with a null in one of these columns, or in a vector; `fail` refuses them.
+            on_duplicate: `last` keeps the last row of a key, and holds all keys in memory; else the load fails.
         dim: numbers of a vector: others are refused; files that do not say it (HugeCTR, TFRA) are compared with it.
-            integers: vectors of integers are the numbers themselves; else refused, as codes of a quantized table.
-        dense: an ONNX file that scores the rows. golden: a Parquet file of golden examples (`imports/golden.py`).
-            left_out: called at the end of the table with what was left out.
-        out: the directory; default `snapshots/<model>/<version>`. version: default the time, as 20261120093000.
-            delta_seq: deltas up to this one are in the rows already.
+            integers: vectors of integers are meant; else they are refused, as codes of a quantized table.
+        dense: an ONNX file. golden: a Parquet file of golden examples (`imports/golden.py`). left_out: called at the
+            end of the table with what was left out.
+        out: default `snapshots/<model>/<version>`. version: default the time, as 20261120093000. delta_seq: deltas up
+            to this one are in the rows already.
 
     SnapshotError names file, row and reason.
     """
     features = (Feature(feature or table, combiner, padding_key),)
     columns = key, vector, key_type, dtype, default, features, ttl_s, time_column
     one = TableSource(table, source, *columns, on_null, on_duplicate, dim, integers)
-    calls: dict[str, Any] = {"progress": progress, "left_out": left_out, "golden": golden, "delta_seq": delta_seq}
-    return import_tables([one], model=model, dense=dense, out=out, version=version, **calls)
+    how: dict[str, Any] = {"delta_seq": delta_seq, "progress": progress, "left_out": left_out, "golden": golden}
+    return import_tables([one], model=model, dense=dense, out=out, version=version, **how)
 
 
 def import_tables(
