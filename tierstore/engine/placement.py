@@ -31,7 +31,7 @@ Act = Literal[
     "label",
     "unlabel", "deactivate", "drop", "export", "backup", "rebuild", "compare_unnamed", "serve_fronts", "verify_rows",
     "catch_up",
-    "drop_surplus", "check_files", "adopt",
+    "drop_surplus", "check_files", "adopt", "keep_state",
 ]  # fmt: skip
 
 
