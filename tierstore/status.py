@@ -88,6 +88,7 @@ class VersionStatus(TypedDict):
     watermark: int | None  # the newest delta that it has
     share: NotRequired[float | None]  # of the requests that name no version; None: it is not served
     labels: NotRequired[list[str]]
+    left: NotRequired[str | None]  # why it was left when it served last; None: it never served, or serves
     delta_seq: NotRequired[int]  # the newest delta that its snapshot had
     partitions: NotRequired[PartitionsStatus | None]
     created_at: NotRequired[str | None]
@@ -220,6 +221,7 @@ class ModelStatus(TypedDict):
     log: LogStatus
     undone: list[list[int]]  # ranges of seqs, from and to
     versions: list[VersionStatus]
+    to_drop: list[int]  # once a newer version serves
     damaged: dict[str, str]
     unfinished: dict[str, UnfinishedLoad]
     tables: dict[str, TableStatus]

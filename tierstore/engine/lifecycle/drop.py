@@ -14,6 +14,7 @@ from tierstore.engine.lifecycle.opening import Opener
 from tierstore.engine.lifecycle.routes import Routes
 from tierstore.engine.lifecycle.rules import check_unused, surplus_of
 from tierstore.engine.lifecycle.state import ModelState
+from tierstore.engine.serving.order import REPLACED
 from tierstore.errors import StorageError
 from tierstore.formats import files
 
@@ -52,6 +53,17 @@ class Drops:
         used, order = {self._routes.canary, *catalogue.loading}, self._state.record.document.order
         surplus = surplus_of(catalogue.numbers, self._live.active_version, used, keep, order)
         return [n for n in surplus if n not in self._state.retiring and n not in self._opener.scanned]
+
+    def once_active(self, number: int | None = None) -> list[int]:
+        """The versions that will be dropped once version `number` is active, by default one newer than all."""
+        state, numbers = self._state, self._catalogue.numbers
+        if not state.shared.placement.refusals.allow("drop_surplus"):
+            return []
+        number = max([0, *numbers]) + 1 if number is None else number
+        order = state.record.document.order.after(
+            (self._live.active_version, self._routes.canary), (number, None), REPLACED
+        )
+        return surplus_of(numbers, number, (), state.shared.settings.keep_versions, order)
 
     def _forget(self, number: int) -> None:
         """Take a version off the record; a full disk does not keep it from being dropped."""

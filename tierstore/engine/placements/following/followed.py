@@ -14,12 +14,12 @@ from tierstore.errors import Conflict
 class Pointer:
     """The state of a model at one moment. `generation` changes with every field but `seq` and `marks`.
 
-    `current` is the version that serves, `order` that in which others served before it (None: not known), `canary` one that gets `share` (0 to 1) of the
-    requests, `wanted` one that all nodes should make ready. `seq` is the newest delta of the log. `marks`: by version,
-    the seq that all of its rows have reached. `line` is of the current version: it changes if its rows are replaced
-    without a delta. `digest` is that of the delta `seq`, None if unknown. `server` changes if another server has the
-    pointer, which may lack acknowledged deltas; the model is `recovering` then until all nodes have put back what they
-    have.
+    `current` is the version that serves, `order` that in which others served before it (None: it is not known),
+    `canary` one that gets `share` (0 to 1) of the requests, `wanted` one that all nodes should make ready. `seq` is the
+    newest delta of the log. `marks`: by version, the seq that all of its rows have reached. `line` is of the current
+    version: it changes if its rows are replaced without a delta. `digest` is that of the delta `seq`, None if unknown.
+    `server` changes if another server has the pointer, which may lack acknowledged deltas; the model is `recovering`
+    then until all nodes have put back what they have.
     """
 
     generation: int = 0
