@@ -221,6 +221,7 @@ class ModelStatus(TypedDict):
     log: LogStatus
     undone: list[list[int]]  # ranges of seqs, from and to
     versions: list[VersionStatus]
+    rollback_to: int | None  # the version that a rollback goes to; None: there is none
     to_drop: list[int]  # once a newer version serves
     damaged: dict[str, str]
     unfinished: dict[str, UnfinishedLoad]

@@ -136,7 +136,7 @@ def test_a_number_that_is_loaded_anew_is_another_version(open_store, tmp_path: P
     load(store, tmp_path, 21)
     store.rollback("ctr")
     store.drop("ctr", 21)
-    load(store, tmp_path, 21, activate=False)
+    load(store, tmp_path / "again", 21, activate=False)
     order = read_document(store.model("ctr").where, "ctr").order
     assert 21 not in order
     store.activate("ctr", 21)
@@ -145,7 +145,7 @@ def test_a_number_that_is_loaded_anew_is_another_version(open_store, tmp_path: P
 
 
 def test_the_quota_names_what_should_be_dropped_first(open_store, tmp_path: Path) -> None:
-    store = open_store(keep_versions=9, model={"ctr": {"quota_versions": 2}})
+    store = open_store(keep_versions=9, quotas={"ctr": {"versions": 2}})
     load(store, tmp_path, 20)
     load(store, tmp_path, 21)
     store.rollback("ctr")

@@ -317,6 +317,34 @@ def test_rubbish_that_cannot_be_removed_keeps_nothing_from_serving(open_store, t
     assert {path.name for path in root.iterdir() if path.is_dir()} == {"1", "log"}
 
 
+def test_rubbish_that_cannot_be_renamed_makes_no_version_damaged(open_store, tmp_path):
+    """Of a load or a fold that was cut off, of a line that no longer counts, and of a load that left nothing."""
+
+    class Held(FileSystem):
+        def rename(self, old, new):
+            if new.name.startswith(".trash-"):
+                raise OSError(errno.EBUSY, "injected failure")
+            super().rename(old, new)
+
+    store = open_store()
+    root = loaded(store, tmp_path, 1, 2)
+    store.close()
+    remains = [root / "1/build", root / "2/build", root / "2.1", root / "7"]
+    for path in remains:
+        path.mkdir()
+        (path / "x").write_bytes(b"x")
+    with files.use(Held()):
+        store = scenes.swept(open_store())
+        ctr = store.model("ctr")
+        assert (ctr.versions, ctr.catalogue.damaged, ctr.problem) == ([1, 2], {}, None)
+        assert item(store, 1) == scenes.vector("item", 2, 1)[0]
+        store.rollback("ctr")
+        assert item(store, 1) == scenes.vector("item", 1, 1)[0]
+        store.close()
+    scenes.swept(open_store())
+    assert [path for path in remains if path.exists()] == []
+
+
 def test_a_damaged_version_keeps_no_other_one_from_being_caught_up(open_store, tmp_path, monkeypatch):
     store = open_store(keep_versions=9)
     root = loaded(store, tmp_path, 1, 2, 3)

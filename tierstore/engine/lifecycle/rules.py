@@ -26,14 +26,15 @@ def check_active(model: str, active: int | None, expected: int | None, there: Se
 
 def served_last(model: str, active: int, there: Sequence[int], order: Order) -> int:
     """The version that a rollback from the active one goes to, out of `there`: the one that served last."""
-    if not (before := [number for number in order.served if number in there and number != active]):
+    before = order.without([active]).last_of(there)
+    if before is None:
         rejected = {number: order.why(number) for number in order.rejected if number in there}
         others = ", ".join(f"{n} ({rejected.get(n, 'never active')})" for n in there if n != active) or "none"
         raise Conflict(
             f"model {model!r} has no version that served before {active} to roll back to; others that are kept: "
             f"{others}, which can be activated by number. A load that failed changed nothing"
         )
-    return before[-1]
+    return before
 
 
 def check_canary(model: str, number: int, active: int | None, canary: int | None) -> None:

@@ -59,6 +59,7 @@ def _document(model: Model, served: Routing) -> dict[str, Any]:
         "log": model.state.log.status(),
         "undone": [list(each) for each in model.state.log.undone.ranges],
         "versions": _versions(model, served),
+        "rollback_to": None if view is None else model.state.record.document.order.last_of(model.versions),
         "to_drop": model.drops.once_active(),
         "damaged": {str(number): why for number, why in sorted(model.catalogue.damaged.copy().items())},
         "unfinished": {

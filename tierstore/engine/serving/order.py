@@ -63,6 +63,10 @@ class Order:
         """The versions that a rollback may go to, the one that served last at the end."""
         return [number for number, why in self.left if why not in _REJECTED]
 
+    def last_of(self, versions: Container[int]) -> int | None:
+        """The version that served last, of those."""
+        return next((number for number in reversed(self.served) if number in versions), None)
+
     def first_to_go(self, versions: Iterable[int]) -> list[int]:
         """Those versions as they should be dropped: rejected ones first, then by number."""
         rejected = self.rejected

@@ -367,6 +367,11 @@ class ClusterModel:
         order = self._order(pointer).after((pointer.current, pointer.canary), (pointer.current, None), WITHDRAWN)
         return {"canary": None, "share": None, "left": _text(order)}
 
+    def _rollback_to(self, pointer: Pointer) -> int | None:
+        """What a rollback would go to, of the versions that this node knows."""
+        there = self.model.versions
+        return None if pointer.current is None else pointer.order_of(there).last_of(there)
+
     def _no_canary(self) -> NoReturn:
         raise no_canary(self.model.name)
 
@@ -382,6 +387,7 @@ class ClusterModel:
             "canary": pointer.canary,
             "share": pointer.share,
             "seq": pointer.seq,
+            "rollback_to": self._rollback_to(pointer),
             "watermarks": {str(number): mark for number, mark in sorted(pointer.marks.items())},
             "ingester": self.ingester.epoch is not None,
             "epoch": self.ingester.epoch,
