@@ -88,6 +88,7 @@ def test_a_damaged_log_is_the_problem_of_one_model_until_it_is_restored(open_sto
     deltas(store, 1, 4)
     store.close()
     shutil.copytree(log, tmp_path / "kept")
+    shutil.copy(log.parent / "state.json", tmp_path)
     damage(log)
     store = open_store(fold_grace_s=60)
     assert item(store, 1, "other") == scenes.vector("item", 1, 1)[0]
@@ -108,6 +109,7 @@ def test_a_damaged_log_is_the_problem_of_one_model_until_it_is_restored(open_sto
         store.load_snapshot(scenes.write_snapshot(tmp_path, 2, delta_seq=1, rows=SMALL))
     store.close()
     put_back(tmp_path / "kept", log)
+    shutil.copy(tmp_path / "state.json", log.parent)
     store = open_store()
     assert holds(store, 1, 2, 3, 4)
     assert store.model("ctr").problem is None

@@ -144,7 +144,9 @@ def _pairs(value: Any) -> tuple[tuple[int, int], ...]:
 
 def ordinal(value: Any) -> int:
     """A number of a version, a line or a delta. ValueError, TypeError."""
-    number = int(value)
+    number = int(value) if isinstance(value, str) else value
+    if type(number) is not int:
+        raise TypeError(f"expected a number, got {value!r}")
     if not 0 <= number <= MAX_ORDINAL:
         raise ValueError(f"expected a number from 0 to {MAX_ORDINAL}, got {number}")
     return number
