@@ -80,14 +80,15 @@ class StateRecord:
         """
         self.check_readable()
         self.repair()
-        if not document.means_the_same(self._published):
-            try:
-                document = self._write(document)
-            except BaseException:  # it may have taken its name all the same
-                with contextlib.suppress(StorageError):
-                    self.repair()
-                raise
-        self.document = document
+        if document.means_the_same(self._published):
+            self.document = replace(document, serial=self._published.serial)
+            return
+        try:
+            self.document = self._write(document)
+        except BaseException:  # it may have taken its name all the same
+            with contextlib.suppress(StorageError):
+                self.repair()
+            raise
 
     def amend(self, document: Document) -> None:
         """Use a document that need not be durable: the next publication brings its changes to disk."""
