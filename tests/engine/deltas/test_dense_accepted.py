@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,12 @@ from tierstore.formats.names import DataDirectory
 pytestmark = pytest.mark.usefixtures("quick_loads")
 
 Open = Callable[..., tierstore.Store]
+
+
+@pytest.fixture
+def open_store(open_store: Open) -> Open:
+    """Nothing is dropped, rejected or not."""
+    return partial(open_store, keep_versions=9)
 
 
 def unfolded(open_store: Open) -> tierstore.Store:
@@ -201,12 +208,12 @@ def test_wherever_a_crash_cuts_the_leaving_off_it_is_its_own(open_store, tmp_pat
     assert marked[-1]
     assert marked == sorted(marked)
     for image in images.kept:
-        with tierstore.open(image, host_budget="4MiB", load_workers=1, fold_grace_s=60) as prepare:
+        with tierstore.open(image, host_budget="4MiB", load_workers=1, keep_versions=9, fold_grace_s=60) as prepare:
             if way == "withdraw":
                 load(prepare, tmp_path / image.name, 2, delta_seq=1)
             else:
                 prepare.activate("ctr", 2)
-        with tierstore.open(image, host_budget="4MiB", load_workers=1) as prepare:
+        with tierstore.open(image, host_budget="4MiB", load_workers=1, keep_versions=9) as prepare:
             check(prepare)
 
 
