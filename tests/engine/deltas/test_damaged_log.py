@@ -149,7 +149,7 @@ def test_what_is_lost_below_the_watermark_keeps_nothing_from_serving(open_store,
     assert "delta 2 is missing" in store.model("ctr").problem
     deltas(store, 5, 5)
     with pytest.raises(Corruption, match="delta 2 is missing"):
-        store.rollback("ctr", force=True)  # version 1 lacks it
+        store.activate("ctr", 1, force=True)  # version 1 lacks it
     assert not store.apply_delta(scenes.stamped(2, {"item": [2], "user": [1]})).applied
     store.close()
     store = open_store()
@@ -178,7 +178,7 @@ def test_a_version_that_holds_all_serves_without_the_beginning_of_the_log_but_ta
             with pytest.raises(NotReady, match="takes no delta"):
                 deltas(store, seq, seq)
         with pytest.raises(Corruption, match=r"state\.json"):
-            store.rollback("ctr", force=True)
+            store.activate("ctr", 1, force=True)
         store.label("ctr", "best", 2)
         store.unlabel("ctr", "best")
         store.model("ctr").housekeeping.tasks.run()
@@ -186,7 +186,7 @@ def test_a_version_that_holds_all_serves_without_the_beginning_of_the_log_but_ta
     (root / "state.json").write_bytes(kept)
     store = open_store()
     deltas(store, 5, 5)
-    store.rollback("ctr")
+    store.activate("ctr", 1)
     assert holds(store, 1, 2, 3, 4, 5)
 
 

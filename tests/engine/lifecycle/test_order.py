@@ -11,7 +11,7 @@ import tierstore
 from tests.engine import scenes
 from tierstore.engine.lifecycle.rules import surplus_of
 from tierstore.engine.serving.document import read_document
-from tierstore.engine.serving.order import Order
+from tierstore.engine.serving.order import ServingOrder
 from tierstore.errors import Conflict
 
 pytestmark = pytest.mark.usefixtures("quick_loads")
@@ -173,12 +173,12 @@ REPLACED, ROLLBACK = "replaced", "rollback"
     ],
 )
 def test_surplus(there, active, keep, left, surplus) -> None:
-    assert surplus_of(there, active, set(), keep, Order(tuple(left))) == surplus
+    assert surplus_of(there, active, set(), keep, ServingOrder(tuple(left))) == surplus
 
 
 def test_without_an_order_on_record_it_is_by_number() -> None:
-    assert Order.by_number([3, 1, 2, 5], 4) == Order(((1, REPLACED), (2, REPLACED), (3, REPLACED)))
-    assert Order.by_number([3, 1], None) == Order()
+    assert ServingOrder.by_number([3, 1, 2, 5], 4) == ServingOrder(((1, REPLACED), (2, REPLACED), (3, REPLACED)))
+    assert ServingOrder.by_number([3, 1], None) == ServingOrder()
 
 
 @pytest.mark.parametrize(
@@ -186,4 +186,4 @@ def test_without_an_order_on_record_it_is_by_number() -> None:
 )
 def test_an_order_that_makes_no_sense_is_not_read(document) -> None:
     with pytest.raises((ValueError, TypeError)):
-        Order.parse(document)
+        ServingOrder.parse(document)

@@ -10,18 +10,18 @@ import pytest
 
 from tests.engine.test_faults import PowerCut
 from tests.formats.disks import FailingDisk
-from tierstore.engine.serving.document import Document, RoutingRecord, read_document
-from tierstore.engine.serving.order import Order
+from tierstore.engine.serving.document import RoutingRecord, StateDocument, read_document
+from tierstore.engine.serving.order import ServingOrder
 from tierstore.engine.serving.record import StateRecord
 from tierstore.engine.serving.undone import Undone
 from tierstore.errors import Corruption, StorageError, TierstoreError
 from tierstore.formats import files
 from tierstore.formats.names import ModelDirectory
 
-BEFORE = Document(
+BEFORE = StateDocument(
     versions=(1, 2),
     routes=RoutingRecord(2, 1, 0.25, {"best": 2}),
-    order=Order(((3, "rollback"), (1, "replaced"))),
+    order=ServingOrder(((3, "rollback"), (1, "replaced"))),
     undone=Undone().as_of(4, 9).with_line(2, 1),
     log_start=3,
     loads={4: "0123456789abcdef0123456789abcdef"},
@@ -52,7 +52,7 @@ def test_what_is_amended_comes_to_disk_with_the_next_publication(where: ModelDir
     record.amend(record.document.without_version(1))
     assert 1 in read_document(where, "ctr").order
     record.publish(record.document)
-    assert read_document(where, "ctr").order == Order(((3, "rollback"),))
+    assert read_document(where, "ctr").order == ServingOrder(((3, "rollback"),))
     assert read_document(where, "ctr").accepted == {}
 
 

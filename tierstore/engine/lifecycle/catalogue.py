@@ -81,9 +81,10 @@ class Catalogue:
         return self._infos.get(number)
 
     def info(self, number: int) -> VersionInfo:
-        """The record of a version. NotFound names the existing versions."""
+        """The record of a version. NotFound names the existing versions; StorageError if there may be others."""
         info = self._infos.get(number)
         if info is None:
+            self.check_readable()
             raise NotFound(
                 f"model {self._name!r} has no version {number}; it has {', '.join(map(str, self.numbers)) or 'none'}"
             )

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tierstore.engine.serving.document import Document, RoutingRecord, check_label
-from tierstore.engine.serving.order import Order
+from tierstore.engine.serving.document import RoutingRecord, StateDocument, check_label
+from tierstore.engine.serving.order import ServingOrder
 from tierstore.engine.serving.undone import Undone
 from tierstore.errors import Corruption, NotFound, StorageError
 from tierstore.formats import files
@@ -55,16 +55,16 @@ def convert(where: ModelDirectory, model: str) -> None:
                 files.remove_file(path)
 
 
-def _document(where: ModelDirectory) -> Document:
+def _document(where: ModelDirectory) -> StateDocument:
     active, undone, start = _active(where), _undone(where), _log_start(where)
     there = [number for number, line in where.versions_on_disk() if line == undone.line(number)]
     of = {number: where.version(number, undone.line(number)) for number in there}
     complete = [number for number in there if files.exists(of[number].record)]
     loads = {number: files.read_bytes(of[number].root / LOADING) for number in there}
-    return Document(
+    return StateDocument(
         versions=tuple(complete),
         routes=_routes(where, active, undone),
-        order=Order.by_number(complete, active),
+        order=ServingOrder.by_number(complete, active),
         undone=undone,
         log_start=start,
         loads={number: mark.decode(errors="replace") for number, mark in loads.items() if mark is not None},

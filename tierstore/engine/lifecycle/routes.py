@@ -16,7 +16,7 @@ from dataclasses import replace
 from tierstore.engine.lifecycle.rules import no_canary
 from tierstore.engine.lifecycle.state import ModelState
 from tierstore.engine.reads.view import View
-from tierstore.engine.serving.document import Document, RoutingRecord, check_label
+from tierstore.engine.serving.document import RoutingRecord, StateDocument, check_label
 from tierstore.engine.serving.order import REPLACED
 from tierstore.engine.serving.routing import CANARY, STABLE, Routing
 from tierstore.engine.serving.undone import Undone
@@ -65,7 +65,7 @@ class Routes:
 
     def _document(
         self, routes: RoutingRecord, start: int | None, undone: Undone | None, built: Sequence[VersionInfo], left: str
-    ) -> Document:
+    ) -> StateDocument:
         state = self._state
         document = state.record.document
         if undone is None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
 
-from tierstore.engine.serving.order import Order
+from tierstore.engine.serving.order import ServingOrder
 from tierstore.errors import Conflict
 
 
@@ -24,7 +24,7 @@ def check_active(model: str, active: int | None, expected: int | None, there: Se
     return active
 
 
-def served_last(model: str, active: int, there: Sequence[int], order: Order) -> int:
+def served_last(model: str, active: int, there: Sequence[int], order: ServingOrder) -> int:
     """The version that a rollback from the active one goes to, out of `there`: the one that served last."""
     before = order.without([active]).last_of(there)
     if before is None:
@@ -63,13 +63,13 @@ def check_unused(model: str, number: int, active: Container[int | None], canary:
         raise Conflict(f"version {number} of {model!r} is the canary; withdraw it first")
 
 
-def is_waiting(number: int, active: int | None, order: Order) -> bool:
+def is_waiting(number: int, active: int | None, order: ServingOrder) -> bool:
     """Whether a version that does not serve is to serve one day: it is newer than the active one and never served."""
     return number > (active or 0) and number not in order
 
 
 def surplus_of(
-    there: Iterable[int], active: int | None, used: Container[int | None], keep: int, order: Order
+    there: Iterable[int], active: int | None, used: Container[int | None], keep: int, order: ServingOrder
 ) -> list[int]:
     """The versions beyond the `keep` that served last, in the order in which they go: rejected ones, those that never
     served, then those that served longest ago.

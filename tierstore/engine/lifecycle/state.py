@@ -27,7 +27,7 @@ from tierstore.engine.lifecycle.sampler import CacheSampler
 from tierstore.engine.lifecycle.throttle import LookupTimes, Throttle
 from tierstore.engine.lifecycle.warm import Warmer
 from tierstore.engine.placement import Placement
-from tierstore.engine.serving.document import Document
+from tierstore.engine.serving.document import StateDocument
 from tierstore.engine.serving.epochs import Epochs
 from tierstore.engine.serving.live import LiveViews
 from tierstore.engine.serving.publisher import Publisher
@@ -122,7 +122,7 @@ class ModelState:
         self.room = DiskRoom(where, quota.log_bytes, shared.settings.disk_reserve)
         self.retiring = RetiringVersions(self.live.publisher)
 
-    def publish(self, document: Document) -> None:
+    def publish(self, document: StateDocument) -> None:
         """Publish the model's document, with the versions that are there. Holds `write`. StorageError."""
         self.record.publish(replace(document, versions=tuple(self.catalogue.numbers)))
 

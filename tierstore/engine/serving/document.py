@@ -25,7 +25,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from tierstore.engine.serving.order import Order, Serving
+from tierstore.engine.serving.order import Serving, ServingOrder
 from tierstore.engine.serving.routing import CANARY, STABLE, Routing
 from tierstore.engine.serving.undone import Undone, ordinal
 from tierstore.errors import Corruption, InvalidInput
@@ -64,7 +64,7 @@ class RoutingRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class Document:
+class StateDocument:
     """The document. `loads`: by version the identity of the snapshot that is being loaded, until the load and the
     switch to it are over. `accepted`: by version the newest delta whose dense part it accepted while it served.
     `log_start`: entries up to that seq do not count; None: the log has not begun.
@@ -73,18 +73,18 @@ class Document:
     serial: int = 0
     versions: tuple[int, ...] = ()  # at the time of publishing, ascending
     routes: RoutingRecord = field(default_factory=RoutingRecord)
-    order: Order = field(default_factory=Order)
+    order: ServingOrder = field(default_factory=ServingOrder)
     undone: Undone = field(default_factory=Undone)
     log_start: int | None = None
     loads: Mapping[int, str] = field(default_factory=dict)
     accepted: Mapping[int, int] = field(default_factory=dict)
 
-    def means_the_same(self, other: Document) -> bool:
+    def means_the_same(self, other: StateDocument) -> bool:
         """Whether nothing differs that the next start would notice."""
         passing = ("serial", "versions")
         return all(getattr(self, of.name) == getattr(other, of.name) for of in fields(self) if of.name not in passing)
 
-    def without_version(self, version: int) -> Document:
+    def without_version(self, version: int) -> StateDocument:
         """The same, once a version is gone, or is another one. The number of its line stays: a load may be using it."""
         return replace(
             self,
@@ -95,7 +95,7 @@ class Document:
             accepted={number: of for number, of in self.accepted.items() if number != version},
         )
 
-    def without_load(self, version: int) -> Document:
+    def without_load(self, version: int) -> StateDocument:
         return replace(self, loads={number: of for number, of in self.loads.items() if number != version})
 
     def to_json(self, model: str) -> dict[str, Any]:
@@ -117,7 +117,7 @@ class Document:
         }
 
 
-def read_document(where: ModelDirectory, model: str) -> Document:
+def read_document(where: ModelDirectory, model: str) -> StateDocument:
     """The document of a model. NotFound if there is none, Corruption for an invalid one, StorageError."""
     path = where.state
     try:
@@ -129,12 +129,12 @@ def read_document(where: ModelDirectory, model: str) -> Document:
         raise Corruption(f"{path} is invalid: {error!r}") from error
 
 
-def _parse(document: Mapping[str, Any], model: str) -> Document:
+def _parse(document: Mapping[str, Any], model: str) -> StateDocument:
     if document["model"] != model:
         raise ValueError(f"it is of model {document['model']!r}, expected {model!r}")
     canary = document["canary"] or {}
     start = document["log_start"]
-    return Document(
+    return StateDocument(
         serial=ordinal(document["serial"]),
         versions=tuple(map(ordinal, document["versions"])),
         routes=RoutingRecord(
@@ -143,7 +143,7 @@ def _parse(document: Mapping[str, Any], model: str) -> Document:
             share=check_share(canary.get("share", 0.0)),
             labels={check_label(name): ordinal(number) for name, number in document["labels"].items()},
         ),
-        order=Order.parse(document["left"]),
+        order=ServingOrder.parse(document["left"]),
         undone=Undone.parse(document["undone"]),
         log_start=_number_or_none(start),
         loads={ordinal(number): str(identity) for number, identity in document["loads"].items()},

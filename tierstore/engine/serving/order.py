@@ -21,7 +21,7 @@ Serving = tuple[int | None, int | None]  # the active version and the canary
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class ServingOrder:
     """`left`: (version, why) of versions that served and do not any more, each once, in the order in which they were
     left.
 
@@ -31,12 +31,12 @@ class Order:
     left: tuple[tuple[int, str], ...] = ()
 
     @classmethod
-    def by_number(cls, versions: Iterable[int], active: int | None) -> Order:
+    def by_number(cls, versions: Iterable[int], active: int | None) -> ServingOrder:
         """The order for a model that has none on record: the versions older than the active one, by number."""
         return cls(tuple((number, REPLACED) for number in sorted(versions) if active is not None and number < active))
 
     @classmethod
-    def parse(cls, document: Any) -> Order:
+    def parse(cls, document: Any) -> ServingOrder:
         """From its JSON. TypeError or ValueError if it is invalid."""
         left = tuple((int(number), str(why)) for number, why in document)
         if len(dict(left)) < len(left) or not {why for _, why in left} <= _REASONS:
@@ -68,22 +68,22 @@ class Order:
         return next((number for number in reversed(self.served) if number in versions), None)
 
     def first_to_go(self, versions: Iterable[int]) -> list[int]:
-        """Those versions as they should be dropped: rejected ones first, then by number."""
+        """Versions in the order in which they should be dropped: rejected ones first, then by number."""
         rejected = self.rejected
         return sorted(versions, key=lambda number: (number not in rejected, number))
 
-    def without(self, versions: Container[int | None]) -> Order:
+    def without(self, versions: Container[int | None]) -> ServingOrder:
         """The same without versions that are gone, or serve again."""
-        return Order(tuple(each for each in self.left if each[0] not in versions))
+        return ServingOrder(tuple(each for each in self.left if each[0] not in versions))
 
-    def after(self, old: Serving, new: Serving, why: str) -> Order:
+    def after(self, old: Serving, new: Serving, why: str) -> ServingOrder:
         """The order after a change of what serves: the active version and the canary. `why` the active one is left.
 
         A canary that was active before keeps its place.
         """
         order = self.without([new[0]])
         if old[1] not in (None, *new) and old[1] not in order:
-            order = Order((*order.left, (old[1], WITHDRAWN)))
+            order = ServingOrder((*order.left, (old[1], WITHDRAWN)))
         if old[0] not in (None, new[0]):
-            order = Order((*order.without([old[0]]).left, (old[0], why)))
+            order = ServingOrder((*order.without([old[0]]).left, (old[0], why)))
         return order

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 from dataclasses import replace
 
-from tierstore.engine.serving.document import Document, read_document
+from tierstore.engine.serving.document import StateDocument, read_document
 from tierstore.errors import Corruption, NotFound, StorageError
 from tierstore.formats import files
 from tierstore.formats.names import ModelDirectory
@@ -30,7 +30,7 @@ class StateRecord:
     def __init__(self, where: ModelDirectory, model: str, *, durable: bool = True) -> None:
         self._where, self._model, self._durable = where, model, durable
         self.unreadable: StorageError | None = None  # why there is no document; set at construction
-        self.document = Document()
+        self.document = StateDocument()
         try:
             if durable:
                 self.document = self._read()
@@ -40,13 +40,13 @@ class StateRecord:
         self._serial = self.document.serial  # of the last one that was written, if only to be withdrawn
         self.in_doubt = False  # whether the file may differ from what was published
 
-    def _read(self) -> Document:
+    def _read(self) -> StateDocument:
         try:
             return read_document(self._where, self._model)
         except NotFound:
             what = _kept_in(self._where)
             if what is None:
-                return Document()
+                return StateDocument()
             raise Corruption(
                 f"{self._where.state} is missing, beside {what} (if an earlier release wrote this directory, the log "
                 f"of the start says which of its files is damaged); {self._what_to_do}"
@@ -74,7 +74,7 @@ class StateRecord:
         if self.unreadable is not None:
             raise self.unreadable
 
-    def publish(self, document: Document) -> None:
+    def publish(self, document: StateDocument) -> None:
         """Put a new document in place of the one before; nothing is written for one that means the same. An error
         restores the one before.
         """
@@ -90,7 +90,7 @@ class StateRecord:
                 self.repair()
             raise
 
-    def amend(self, document: Document) -> None:
+    def amend(self, document: StateDocument) -> None:
         """Use a document that need not be durable: the next publication brings its changes to disk."""
         self.document = document
 
@@ -99,7 +99,7 @@ class StateRecord:
         if self.in_doubt:
             self._write(self._published)
 
-    def _write(self, document: Document) -> Document:
+    def _write(self, document: StateDocument) -> StateDocument:
         self.in_doubt, self._serial = True, self._serial + 1
         document = replace(document, serial=self._serial)
         if self._durable:

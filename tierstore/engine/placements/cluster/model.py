@@ -31,7 +31,7 @@ from tierstore.engine.placements.cluster.shared_model import Commands, Recoverin
 from tierstore.engine.placements.cluster.target import READY, ClusterTarget, Writers
 from tierstore.engine.placements.following.followed import Forked, Pointer
 from tierstore.engine.placements.following.follower import Follower
-from tierstore.engine.serving.order import REPLACED, ROLLBACK, WITHDRAWN, Order
+from tierstore.engine.serving.order import REPLACED, ROLLBACK, WITHDRAWN, ServingOrder
 from tierstore.engine.serving.routing import Routing
 from tierstore.errors import Conflict, DeltaError, NotReady, Overloaded, SequenceGap, StorageError, TooLarge
 from tierstore.formats.delta.reader import Delta, DeltaHead
@@ -275,7 +275,7 @@ class ClusterModel:
             "current": number, "wanted": None, "canary": None, "share": None, "seq": seq, "left": _text(order),
         }  # fmt: skip
 
-    def _order(self, pointer: Pointer) -> Order:
+    def _order(self, pointer: Pointer) -> ServingOrder:
         """The order in which versions served, without those that are gone."""
         there = [number for number, record in self.shared.versions().items() if record["state"] == READY]
         order = pointer.order_of(there)
@@ -394,6 +394,6 @@ class ClusterModel:
         }
 
 
-def _text(order: Order) -> str:
+def _text(order: ServingOrder) -> str:
     """An order as a field of the pointer."""
     return json.dumps(order.document())

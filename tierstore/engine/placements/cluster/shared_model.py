@@ -16,7 +16,7 @@ import xxhash
 from tierstore.engine.placements.cluster import scripts
 from tierstore.engine.placements.following.followed import Forked, LogEntry, Pointer
 from tierstore.engine.placements.following.version_copies import READY
-from tierstore.engine.serving.order import Order
+from tierstore.engine.serving.order import ServingOrder
 from tierstore.errors import Conflict, NotFound, NotReady, Overloaded, SequenceGap
 from tierstore.tiers.answers import reading
 
@@ -75,7 +75,7 @@ class SharedModel:
             number("generation") or 0, number("current"), number("wanted"), number("seq"), marks,
             canary=number("canary"), share=share, digest=_digest_of(fields),
             server=fields.get("server", b"").decode(), recovering=fields.get("recovering", b"").decode() or None,
-            order=Order.parse(json.loads(fields["left"])) if fields.get("left") else None,
+            order=ServingOrder.parse(json.loads(fields["left"])) if fields.get("left") else None,
         )  # fmt: skip
 
     def change(self, before: Pointer, **changes: float | str | None) -> bool:

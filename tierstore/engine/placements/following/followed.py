@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from tierstore.engine.serving.order import Order
+from tierstore.engine.serving.order import ServingOrder
 from tierstore.errors import Conflict
 
 
@@ -33,11 +33,11 @@ class Pointer:
     digest: str | None = None
     server: str = ""
     recovering: str | None = None
-    order: Order | None = None
+    order: ServingOrder | None = None
 
-    def order_of(self, versions: Iterable[int]) -> Order:
+    def order_of(self, versions: Iterable[int]) -> ServingOrder:
         """The order in which versions served, out of `versions` by their number where it is not known."""
-        return Order.by_number(versions, self.current) if self.order is None else self.order
+        return ServingOrder.by_number(versions, self.current) if self.order is None else self.order
 
 
 @dataclass(frozen=True, slots=True)
