@@ -42,7 +42,8 @@ def restore(
     """
     root = DataDirectory(Path(data).absolute())
     with _own(root):
-        directory_format.check(root)  # or an earlier release could open what is restored
+        if files.exists(root.format):
+            directory_format.check(root)  # or an earlier release could open what is restored
         for path in leftovers_of(root.root):
             files.remove_leftover(path)
         backups = Backups(source)
