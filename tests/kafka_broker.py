@@ -1,7 +1,7 @@
 """A Kafka cluster for tests: librdkafka's mock in a process of its own, or the brokers that TIERSTORE_TEST_KAFKA names.
 
 Run as a program it is the mock: it prints its address, then obeys lines on standard input (`down N`, `up N`, `rtt N MS`,
-`topic NAME PARTITIONS`) and answers each with `ok`. It ends when its input does.
+`topic NAME PARTITIONS`, `delete NAME`) and answers each with `ok`. It ends when its input does.
 
 The mock keeps about 5 MB a partition, and answers no question for an offset by time.
 """
@@ -39,8 +39,8 @@ class Brokers:
             self.address = self._process.stdout.readline().strip()
             assert self.address, "the mock cluster did not start"
 
-    def new_topic(self, partitions: int = 1) -> str:
-        name = f"tierstore-test-{uuid.uuid4().hex[:12]}"
+    def new_topic(self, partitions: int = 1, name: str | None = None) -> str:
+        name = name or f"tierstore-test-{uuid.uuid4().hex[:12]}"
         if self.is_mock:
             self.command(f"topic {name} {partitions}")
             return name
@@ -53,6 +53,12 @@ class Brokers:
         ):  # told to all brokers later
             time.sleep(0.05)
         return name
+
+    def delete_topic(self, name: str) -> None:
+        if self.is_mock:
+            self.command(f"delete {name}")
+        else:
+            delete_topic(self.address, name)
 
     def command(self, line: str) -> None:
         """Have the mock do something."""
@@ -74,6 +80,16 @@ class Brokers:
             self._process.stdout.close()
 
 
+def delete_topic(address: str, name: str) -> None:
+    """Delete a topic of real brokers, and wait until they no longer name it."""
+    from confluent_kafka.admin import AdminClient
+
+    admin = AdminClient({"bootstrap.servers": address, "log_level": 0})
+    admin.delete_topics([name], operation_timeout=60)[name].result(120)
+    while name in admin.list_topics(timeout=60).topics:
+        time.sleep(0.05)
+
+
 def _library() -> Any:
     import confluent_kafka  # noqa: F401 - so that what it is linked with is there
 
@@ -89,6 +105,8 @@ def _library() -> Any:
         ("rd_kafka_mock_cluster_new", pointer, [pointer, ctypes.c_int]),
         ("rd_kafka_mock_cluster_bootstraps", text, [pointer]),
         ("rd_kafka_mock_topic_create", ctypes.c_int, [pointer, text, ctypes.c_int, ctypes.c_int]),
+        ("rd_kafka_mock_topic_delete", ctypes.c_int, [pointer, text]),
+        ("rd_kafka_mock_set_controller_id", ctypes.c_int, [pointer, ctypes.c_int32]),
         ("rd_kafka_mock_broker_set_down", ctypes.c_int, [pointer, ctypes.c_int32]),
         ("rd_kafka_mock_broker_set_up", ctypes.c_int, [pointer, ctypes.c_int32]),
         ("rd_kafka_mock_broker_set_rtt", ctypes.c_int, [pointer, ctypes.c_int32, ctypes.c_int]),
@@ -104,12 +122,15 @@ def _serve() -> None:
     client = library.rd_kafka_new(0, library.rd_kafka_conf_new(), why, len(why))  # 0: a producer
     assert client, why.value
     cluster = library.rd_kafka_mock_cluster_new(client, 3)
+    assert not library.rd_kafka_mock_set_controller_id(cluster, 1)  # without one it answers no question for topic ids
     print(library.rd_kafka_mock_cluster_bootstraps(cluster).decode(), flush=True)
     for line in sys.stdin:
         verb, *words = line.split()
         match verb:
             case "topic":
                 failed = library.rd_kafka_mock_topic_create(cluster, words[0].encode(), int(words[1]), 1)
+            case "delete":
+                failed = library.rd_kafka_mock_topic_delete(cluster, words[0].encode())
             case "down":
                 failed = library.rd_kafka_mock_broker_set_down(cluster, int(words[0]))
             case "up":

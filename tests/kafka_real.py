@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 
+from tests.kafka_broker import delete_topic
 from tests.redis_cluster import end_with_parent, free_ports
 
 JARS = Path(__file__).parents[1] / ".clients/kafka"
@@ -138,13 +139,13 @@ class RealBrokers:
 
         self._until(members, f"{len(self._processes)} brokers")
 
-    def await_in_sync(self, topic: str) -> None:
-        """Until every partition has a leader and as many replicas in sync as there are brokers that run."""
-        admin = self.admin
+    def await_in_sync(self, topic: str, replicas: int | None = None) -> None:
+        """Until every partition has a leader and so many replicas in sync, by default as there are brokers that run."""
+        admin, count = self.admin, replicas or len(self._processes)
 
         def in_sync() -> bool:
             partitions = admin.list_topics(topic, timeout=5).topics[topic].partitions.values()
-            return all(one.leader > 0 and len(one.isrs) >= len(self._processes) for one in partitions)
+            return all(one.leader > 0 and len(one.isrs) >= count for one in partitions)
 
         self._until(in_sync, f"the replicas of {topic}")
 
@@ -163,20 +164,31 @@ class RealBrokers:
                 raise TimeoutError(f"after {WAIT_S:.0f} s still waiting for {what}")
             time.sleep(0.1)
 
-    def new_topic(self, partitions: int = 1, **config: str) -> str:
-        """A topic of a fresh name, over all brokers; `config` with _ for each dot of the property's name."""
+    def delete_topic(self, name: str) -> None:
+        delete_topic(self.address, name)
+
+    def new_topic(
+        self, partitions: int = 1, name: str | None = None, *, replicas: int | None = None, **config: str
+    ) -> str:
+        """A topic, of a fresh name by default, over all brokers; `config` with _ for each dot of the property's name."""
         from confluent_kafka.admin import NewTopic
 
-        name = f"tierstore-test-{uuid.uuid4().hex[:12]}"
+        name = name or f"tierstore-test-{uuid.uuid4().hex[:12]}"
         properties = {key.replace("_", "."): value for key, value in config.items()}
-        topic = NewTopic(name, partitions, self._count, config=properties)
+        topic = NewTopic(name, partitions, replicas or self._count, config=properties)
         admin = self.admin  # named: what it was asked ends with it
         admin.create_topics([topic], operation_timeout=60)[name].result(120)
-        self.await_in_sync(name)
+        self.await_in_sync(name, replicas)
         return name
 
     def leader(self, topic: str, partition: int = 0) -> int:
         return int(self.admin.list_topics(topic, timeout=30).topics[topic].partitions[partition].leader)
+
+    def replicas(self, topic: str) -> set[int]:
+        return set(self.admin.list_topics(topic, timeout=30).topics[topic].partitions[0].replicas)
+
+    def in_sync(self, topic: str) -> set[int]:
+        return set(self.admin.list_topics(topic, timeout=30).topics[topic].partitions[0].isrs)
 
     def close(self) -> None:
         for node in list(self._processes):

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+import tierstore
 from tierstore.config import Settings
-from tierstore.machine import memory_bytes, processors
+from tierstore.config import memory as machine_memory
+from tierstore.config.memory import decoding_bytes
+from tierstore.machine import end_first, memory_bytes, processors
 
 ALL, EVERYTHING = len(os.sched_getaffinity(0)), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
@@ -46,6 +51,56 @@ def test_the_least_limit_around_the_process_counts(tmp_path, group, files, memor
     assert memory_bytes(tmp_path / "none", groups) == EVERYTHING
 
 
-def test_the_default_budget_is_half_of_it(tmp_path, monkeypatch):
-    monkeypatch.setattr("tierstore.config.values.memory_bytes", lambda: 600_000_000)
-    assert Settings(data=tmp_path).host_budget == 300_000_000
+MIB = 1 << 20
+PROCESS, HELPER = 350 * MIB, 150 * MIB  # as docs/settings.md says
+
+
+def of_machine(monkeypatch: pytest.MonkeyPatch, memory: int, cores: int = 4) -> None:
+    monkeypatch.setattr(machine_memory, "memory_bytes", lambda: memory)
+    monkeypatch.setattr(machine_memory, "processors", lambda: cores)
+
+
+@pytest.mark.parametrize("memory", [763 * MIB, 1 << 30, 3 << 29, 2 << 30, 4 << 30, 8 << 30, 64 << 30])
+@pytest.mark.parametrize("cores", [1, 2, 64])
+def test_the_budgets_of_all_defaults_fit_beside_the_process_and_its_helpers(
+    tmp_path, monkeypatch, caplog, memory, cores
+):
+    of_machine(monkeypatch, memory, cores)
+    settings = Settings(data=tmp_path)
+    budgets = settings.host_budget + settings.overlay_budget + settings.load_memory + decoding_bytes()
+    assert PROCESS + settings.load_workers * HELPER + budgets <= memory
+    assert budgets >= (memory - PROCESS - 4 * HELPER) // 2 or budgets > 5 << 30  # and they use it
+    with tierstore.open(settings.data):
+        assert "memory" not in caplog.text
+
+
+def test_on_a_large_machine_the_defaults_are_those_of_the_page(tmp_path, monkeypatch):
+    of_machine(monkeypatch, 64 << 30)
+    settings = Settings(data=tmp_path)
+    budgets = settings.host_budget, settings.overlay_budget, settings.load_memory, settings.load_workers
+    assert budgets == (4 << 30, 256 * MIB, 512 * MIB, 4)
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [({"host_budget": "1900MiB"}, "host_budget"), ({"load_memory": "2GiB"}, "load_memory"),
+     ({"overlay_budget": "2GiB"}, "overlay_budget"), ({"load_workers": 32}, "load_workers")],
+)  # fmt: skip
+def test_a_start_says_which_budget_does_not_fit_and_which_would(tmp_path, monkeypatch, caplog, given, named):
+    of_machine(monkeypatch, 2 << 30)
+    with tierstore.open(tmp_path / "data", **given):
+        assert [
+            name for name in ("host_budget", "overlay_budget", "load_memory", "load_workers") if name in caplog.text
+        ] == [named]
+        assert "2.0 GiB" in caplog.text
+        assert "fits" in caplog.text
+
+
+def test_a_process_that_is_to_end_first_is_the_kernels_choice():
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        own = Path("/proc/self/oom_score_adj").read_text()
+        end_first(process.pid)
+        assert Path(f"/proc/{process.pid}/oom_score_adj").read_text().strip() == "1000"
+        assert Path("/proc/self/oom_score_adj").read_text() == own
+        process.communicate()
+    end_first(process.pid)  # of one that has ended: nothing

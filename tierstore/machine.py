@@ -1,15 +1,17 @@
 """How much of the machine this process may use: its processors and memory, less where a control group allows less.
 
-Pure functions over files of the kernel; any thread. Limits are read when they are asked for.
+Functions over files of the kernel; any thread. Limits are read when they are asked for.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
+_ENDED_FIRST = "1000"
 _PROC, _GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
@@ -33,6 +35,12 @@ def memory_bytes(proc: Path = _PROC, groups: Path = _GROUPS) -> int:
             limits = [int(word) for word in _words(folder / name) if word.isdigit()]
             most = min([most, *limits])
     return most
+
+
+def end_first(pid: int) -> None:
+    """Have the kernel end this process before others where memory runs out; where that is refused, it chooses."""
+    with contextlib.suppress(OSError):
+        Path(f"/proc/{pid}/oom_score_adj").write_text(_ENDED_FIRST)
 
 
 def _folders(controller: str, proc: Path, groups: Path) -> Iterator[Path]:

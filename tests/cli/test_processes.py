@@ -8,9 +8,11 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -20,10 +22,11 @@ import pytest
 import tierstore
 from tests.cli.conftest import ROOT, Cli, python, row, write_snapshot
 from tests.extras import has_grpc
-from tierstore.cli import progress
+from tierstore.cli import imports, progress
 from tierstore.cli.progress import shown_progress
 from tierstore.config import ENV_PREFIX
 from tierstore.engine.store import Store
+from tierstore.errors import LoadCancelled
 from tierstore.kernels import ahead
 from tierstore.service.server import ServerThread
 from tierstore.types import Progress
@@ -114,6 +117,81 @@ def test_ctrl_c_beside_a_service_says_that_it_goes_on(
         run = cli("load", loaded.settings.data.parent / "ctr-1", "--url", server.url)
     assert run.code == 130
     assert "`tierstore jobs` shows it" in run.err
+
+
+@pytest.mark.parametrize("ends", ["stopped", "switched", "kept", "left"])
+def test_ctrl_c_of_an_import_into_a_service_waits_for_the_end_of_its_load_and_says_it(
+    cli: Cli, loaded: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
+    """The load waits until it is cancelled, and then is stopped, goes on to its end, or fails in the switch."""
+    before, number = loaded.model("ctr").active_version, 71 + ["stopped", "switched", "kept", "left"].index(ends)
+    (tmp_path / "items").mkdir()
+    pq.write_table(
+        pa.table({"key": [1, 2], "vector": list(np.zeros((2, 4), np.float32))}), tmp_path / "items/a.parquet"
+    )
+    monkeypatch.chdir(tmp_path)
+    load, was_there, may_end = loaded.load_snapshot, [], threading.Event()
+
+    def load_snapshot(source: Path, *, progress: Callable[[Progress], None], **options: Any) -> int:
+        progress(Progress("asked", 1, 9))
+        cancelled = options.pop("cancelled")
+        assert cancelled.wait(60)
+        assert ends != "left" or may_end.wait(60)
+        was_there.append(Path(source).is_dir())
+        if ends == "switched":
+            return load(source, progress=progress, **options)
+        if ends == "kept":
+            load(source, progress=progress, **options | {"activate": False})
+            raise LoadCancelled("the load was cancelled")
+        return load(source, progress=progress, cancelled=cancelled, **options)
+
+    def report(_: object, now: Progress) -> None:
+        if now.phase == "asked":
+            signal.raise_signal(signal.SIGINT)
+
+    real_sleep = time.sleep
+
+    def sleep(seconds: float) -> None:
+        if ends == "left" and threading.current_thread() is threading.main_thread():
+            signal.raise_signal(signal.SIGINT)
+        real_sleep(seconds)
+
+    monkeypatch.setattr(loaded, "load_snapshot", load_snapshot)
+    monkeypatch.setattr(progress._Lines, "report", report)
+    monkeypatch.setattr(imports, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
+    with ServerThread(loaded) as server:
+        words = [
+            "--model",
+            "ctr",
+            "--table",
+            "item",
+            "--feature",
+            "item_id",
+            "--version",
+            str(number),
+            "--delta-seq",
+            "10",
+        ]
+        run = cli("import", "items", *words, "--url", server.url)
+        left = list(loaded.settings.data.parent.glob(".tmp-import-*"))
+        serves = loaded.model("ctr").active_version
+        may_end.set()
+    kept = number in loaded.model("ctr").versions
+    if serves != before:
+        loaded.rollback("ctr")
+    if kept:
+        loaded.drop("ctr", number)
+    assert run.code == 130
+    assert was_there == [True]
+    assert (serves == number) == (ends == "switched")
+    assert bool(left) == (ends == "left")
+    assert kept == (ends in ("switched", "kept"))
+    assert loaded.model("ctr").problems() == {}
+    said = {
+        "stopped": "there is no new version", "switched": f"ctr serves version {number}", "kept": "is loaded and kept",
+        "left": "may still load",
+    }  # fmt: skip
+    assert {end for end, words in said.items() if words in run.err} == {ends}
 
 
 def test_progress_on_a_terminal_is_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:

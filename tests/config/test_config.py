@@ -247,7 +247,8 @@ def test_a_size_that_is_none_says_what_one_looks_like(given: str) -> None:
         load_settings(host_budget=given)
 
 
-SIZES = [name for name, field in Settings.model_fields.items() if isinstance(field.default, ByteSize)] + ["host_budget"]
+SIZES = [name for name, field in Settings.model_fields.items() if isinstance(field.default, ByteSize)]
+SIZES += ["host_budget", "overlay_budget", "load_memory"]
 
 
 @pytest.mark.parametrize("name", SIZES)

@@ -37,7 +37,6 @@ def torch_of(change: Callable[[Any], Any]) -> Callable[[], Any]:
 
 GIVEN: dict[str, Callable[[], Any]] = {
     "array": lambda: ROWS,
-    "integers": lambda: ROWS.astype(np.int8),
     "bfloat16": lambda: ROWS.astype(ml_dtypes.bfloat16),
     "lists": ROWS.tolist,
     "list of arrays": lambda: list(ROWS),

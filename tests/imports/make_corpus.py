@@ -44,9 +44,9 @@ def parts_of(folder: Path, name: str = "part-{}.parquet") -> None:
         pq.write_table(columns(rows), folder / name.format(number))
 
 
-def safetensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
+def safetensors(path: Path, tensors: dict[str, np.ndarray], metadata: dict[str, str] | None = None) -> None:
     names = {"u1": "U8", "i1": "I8", "i4": "I32", "i8": "I64", "f2": "F16", "f4": "F32"}
-    header: dict[str, Any] = {}
+    header: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
     data = b""
     for name, array in tensors.items():
         offsets = [len(data), len(data) + array.nbytes]

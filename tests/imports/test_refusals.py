@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import numpy as np
 import pyarrow as pa
@@ -99,3 +100,90 @@ def test_what_cannot_be_is_refused_before_a_row_is_read(tmp_path: Path, options:
         import_table(source, **named)
     assert not read
     assert not (tmp_path / "s").exists()
+
+
+def test_a_directory_above_the_rows_of_dynamicemb_names_theirs(tmp_path: Path) -> None:
+    folder = tmp_path / "dump/model.ebc"
+    folder.mkdir(parents=True)
+    np.array([1, 2]).tofile(folder / "item_emb_keys.rank_0.world_size_1")
+    np.ones((2, 3), np.float32).tofile(folder / "item_emb_values.rank_0.world_size_1")
+    with pytest.raises(
+        SnapshotError, match=r"rows of TFRA or dynamicemb in 1 of its .*: name one of them, as .*model.ebc"
+    ):
+        imported(tmp_path / "dump", tmp_path / "s")
+    imported(folder, tmp_path / "s")
+    assert rows_of(tmp_path / "s") == {1: [1, 1, 1], 2: [1, 1, 1]}
+
+
+@pytest.mark.parametrize("text", ["2026-11-20", "10%3A00%3A00", "2026-11-20%2010%3A00%3A00", "2026-W47-5"])
+def test_a_key_of_a_folders_name_is_text_though_it_looks_like_a_date(tmp_path: Path, text: str) -> None:
+    for number, name in enumerate((text, "other")):
+        (tmp_path / f"items/day={name}").mkdir(parents=True)
+        rows = pa.table({"embedding": [[float(number)]]})
+        pq.write_table(rows, tmp_path / f"items/day={name}/a.parquet")
+    imported(tmp_path / "items", tmp_path / "s", key="day")
+    assert rows_of(tmp_path / "s") == {unquote(text): [0], "other": [1]}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.keras",
+        "model.weights.h5",
+        "ckpt-1.index",
+        "ckpt-1.data-00000-of-00001",
+        "saved_model.pb",
+        "0/manifest.ocdbt",
+    ],
+)
+def test_what_only_its_trainer_reads_is_refused_with_where_to_look(tmp_path: Path, name: str) -> None:
+    (tmp_path / "model" / name).parent.mkdir(parents=True)
+    (tmp_path / "model" / name).write_bytes(b"")
+    for path in (tmp_path / "model", tmp_path / "model" / name):
+        with pytest.raises(SnapshotError, match=r"is a file of Keras, TensorFlow or Orbax.*docs/trainers\.md"):
+            imported(path, tmp_path / "s")
+
+
+SPARK = pa.struct(
+    [("type", pa.int8()), ("size", pa.int32()), ("indices", pa.list_(pa.int32())), ("values", pa.list_(pa.float64()))]
+)
+DENSE = {"type": 1, "size": None, "indices": None, "values": [1.0, 2.0, 3.0]}
+ZEROS = {"type": 0, "size": 3, "indices": [], "values": []}
+FEW = {"type": 0, "size": 3, "indices": [2, 0], "values": [7.0, 8.0]}
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 2], [1], [0]])
+def test_sparse_vectors_of_spark_are_read_beside_dense_ones(tmp_path: Path, order: list[int]) -> None:
+    rows = [[1, 2, 3], [0, 0, 0], [8, 0, 7]]
+    vectors = pa.array([DENSE, *([DENSE, ZEROS, FEW][one] for one in order)], SPARK).slice(1)
+    for on_null in ("fail", "skip"):
+        table = pa.table({"item_id": order, "embedding": vectors})
+        imported(table, tmp_path / on_null, on_null=on_null)
+        assert rows_of(tmp_path / on_null) == {one: rows[one] for one in order}
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({**FEW, "size": 4}, "row 1: column 'embedding': expected 3 numbers"),
+        ({**FEW, "indices": [3, 0]}, "row 1: column 'embedding': expected 3 numbers"),
+        ({**FEW, "indices": None}, "row 1: .*expected dense vectors, got a sparse one"),
+        ({**FEW, "values": [7.0]}, "row 1: .*expected as many"),
+    ],
+)
+def test_a_sparse_vector_that_does_not_fit_is_refused(tmp_path: Path, row: dict[str, Any], reason: str) -> None:
+    with pytest.raises(SnapshotError, match=reason):
+        imported(pa.table({"item_id": [1, 2], "embedding": pa.array([DENSE, row], SPARK)}), tmp_path / "s")
+
+
+@pytest.mark.parametrize("kind", [pa.list_view(pa.float32()), pa.large_list_view(pa.float64())])
+def test_rows_with_a_null_are_left_out_of_views_in_any_order(tmp_path: Path, kind: pa.DataType) -> None:
+    width = pa.int32() if kind.id == pa.list_view(pa.float32()).id else pa.int64()
+    made = pa.ListViewArray if width == pa.int32() else pa.LargeListViewArray
+    numbers = pa.array([1, 2, 3, None, 5, 6], kind.value_type)
+    views = made.from_arrays(pa.array([4, 0, 2, 2], width), pa.array([2, 2, 2, 1], width), numbers)
+    left: list[Any] = []
+    table = pa.table({"item_id": [10, 11, 12], "embedding": views.slice(0, 3)})
+    imported(table, tmp_path / "s", on_null="skip", left_out=left.append)
+    assert rows_of(tmp_path / "s") == {10: [5, 6], 11: [1, 2]}
+    assert left[0].nulls == 1

@@ -150,7 +150,6 @@ def udt(dense: bool = True) -> pa.Array:
 
 
 VECTOR_COLUMNS: dict[str, Any] = {
-    "integers": pa.array([[1, 2], [3, 4]], pa.list_(pa.int8())),
     "halves": pa.array([[1, 2], [3, 4]], pa.list_(pa.float16(), 2)),
     "tensors": pa.FixedShapeTensorArray.from_numpy_ndarray(np.array([[1.0, 2.0], [3.0, 4.0]])),
     "views": pa.array([[1.0, 2.0], [3.0, 4.0]], pa.list_view(pa.float32())),

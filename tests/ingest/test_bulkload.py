@@ -324,6 +324,8 @@ def test_a_killed_helper_is_one_clear_error_and_leaves_what_can_be_gone_on_from(
 ) -> None:
     def kill(step: Progress) -> None:
         if step.phase == phase and started and started[0].pids:
+            # the kernel takes these before the service, which goes on then
+            assert {Path(f"/proc/{pid}/oom_score_adj").read_text().strip() for pid in started[0].pids} == {"1000"}
             os.kill(started[0].pids[0], signal.SIGKILL)
 
     with pytest.raises(StorageError, match="SIGKILL"):

@@ -218,7 +218,7 @@ def test_strings_of_one_hash_expire_each_by_itself(tmp_path: Path, at: Any, expi
     seen = [NOW - (20 if i in expired else 1) * DAY - i for i in range(3)]
     with SnapshotWriter(tmp_path / "s", model="ctr", version=1) as snapshot:
         table = snapshot.table("user", dim=3, key="string", ttl_s="10d", time_column="seen", rows_per_shard=2)
-        table.write([*words, "alone"], np.repeat([[1], [2], [3], [4]], 3, axis=1), [*seen, NOW])
+        table.write([*words, "alone"], np.repeat([[1.0], [2.0], [3.0], [4.0]], 3, axis=1), [*seen, NOW])
     tables, times, rows = loaded(tmp_path / "s", tmp_path / "out")
     kept = [i for i in range(3) if i not in expired]
     codes = dict(tables["user"].colliding)
@@ -236,7 +236,7 @@ def test_a_key_that_is_there_twice_is_refused_unless_one_is_too_old(tmp_path: Pa
     for name, times in (("both", [NOW, NOW]), ("one", [NOW - 20 * DAY, NOW])):
         with SnapshotWriter(tmp_path / name, model="ctr", version=1) as snapshot:
             table = snapshot.table("user", dim=3, key=key, ttl_s="10d", time_column="seen")
-            table.write(["5", "5"] if key == "string" else [5, 5], np.array([[1, 1, 1], [2, 2, 2]]), times)
+            table.write(["5", "5"] if key == "string" else [5, 5], np.array([[1.0] * 3, [2.0] * 3]), times)
     with pytest.raises(SnapshotError, match=r"duplicate key '?5'?: it is also in user/part-00000.arrow, row 0"):
         loaded(tmp_path / "both", tmp_path / "a")
     assert list(loaded(tmp_path / "one", tmp_path / "b")[2].values()) == [2.0]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import pytest
 
 from tests.kafka_broker import Brokers
 from tests.service.conftest import eventually
+from tierstore.errors import Unreachable
 from tierstore.kafka import reader
 from tierstore.kafka.reader import TopicReader
 
@@ -139,3 +141,67 @@ def test_a_reader_that_stands_still_says_so_until_it_goes_on(
     read_to(made, {0: MESSAGES, 1: MESSAGES})
     made.look()
     assert made.standing() is None
+
+
+class Truncated:
+    """librdkafka's message of an error, as it was seen after an election of a leader without the newest messages."""
+
+    TEXT = (
+        "Partition log truncation detected at offset 5 (leader epoch 0): broker end offset is 2 (offset leader epoch 0). "
+        "Reset to INVALID.: Local: Partition log truncation detected (broker 2)"
+    )
+
+    def partition(self) -> int:
+        return 0
+
+    def offset(self) -> int:
+        return MESSAGES
+
+    def error(self) -> Any:
+        return confluent_kafka.KafkaError(confluent_kafka.KafkaError._AUTO_OFFSET_RESET, self.TEXT)
+
+
+def test_a_partition_whose_end_was_cut_off_and_written_anew_is_read_again(
+    made: TopicReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its position is within what is there by then, and what lies before it is not what was read."""
+    made.assign({0: 0, 1: 0})
+    read_to(made, {0: MESSAGES, 1: MESSAGES})
+    consumer, left = made._consumer, [Truncated()]
+
+    class Cut:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(consumer, name)
+
+        def poll(self, timeout_s: float) -> Any:
+            return left.pop() if left else consumer.poll(timeout_s)
+
+    monkeypatch.setattr(made, "_consumer", Cut())
+    made.poll(0.05)
+    assert made.went_back == {0}
+    assert read_to(made, {0: MESSAGES, 1: MESSAGES}) == offsets(p0=0)
+    assert not made.lost
+
+
+def test_nothing_at_or_after_a_time_is_the_end(made: TopicReader) -> None:
+    """Of librdkafka -1, which its mock answers to each time."""
+    made.positions = {0: 0, 1: 0}
+    assert made.at_time(1) == {0: MESSAGES, 1: MESSAGES}
+
+
+def test_a_time_that_the_brokers_do_not_look_up_is_no_end(made: TopicReader, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refusing:
+        def __init__(self, consumer: Any) -> None:
+            self._consumer = consumer
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._consumer, name)
+
+        def offsets_for_times(self, partitions: list[Any], timeout_s: float) -> list[Any]:
+            return [confluent_kafka.TopicPartition(one.topic, one.partition, answer) for one in partitions]
+
+    monkeypatch.setattr(made, "_consumer", Refusing(made._consumer))
+    made.positions = {0: 0}
+    answer = confluent_kafka.OFFSET_INVALID
+    with pytest.raises(Unreachable, match="by time"):
+        made.at_time(1)

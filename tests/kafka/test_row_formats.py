@@ -503,3 +503,14 @@ def _protobuf() -> Callable[[bytes], Any]:
     files = descriptor_pb2.FileDescriptorSet(file=[row_file()]).file
     google = descriptor_pb2.FileDescriptorProto.FromString(timestamp_pb2.DESCRIPTOR.serialized_pb)
     return ProtobufFiles([google, *files]).decoder(NAMES, message="shop.Row")
+
+
+@pytest.mark.parametrize(("kind", "bytes_of_op", "deleted"), [(9, b"d", True), (9, b"u", False), (12, b"d", False)])
+def test_a_mark_of_protobuf_counts_where_it_is_text(kind: int, bytes_of_op: bytes, deleted: bool) -> None:
+    """Field 4 is `op`, as `string` (9) or `bytes` (12), of which the second is a field of somebody's own."""
+    file = row_file()
+    file.message_type[1].field.add(name="op", number=4, type=kind, label=1)
+    google = descriptor_pb2.FileDescriptorProto.FromString(timestamp_pb2.DESCRIPTOR.serialized_pb)
+    reader = RowReader(ProtobufFiles([google, file]).decoder(NAMES, message="shop.Row"), text_decoder, {})
+    row = reader.read("item", message(protobuf_row() + b"\x22" + bytes([len(bytes_of_op)]) + bytes_of_op))
+    assert said(row) == ("item", 7, None if deleted else [1.5, -2.0], MOMENT_MS)

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import rocksdict
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -222,6 +223,60 @@ def test_a_scan_shows_the_tier_as_it_was_when_it_began(tier: DiskTier) -> None:
     ingest(tier, keys, some_rows(keys, 2))
     rest = list(scan)
     np.testing.assert_array_equal(np.concatenate([first[1], *(r for _, r in rest)]), some_rows(keys, 1))
+
+
+def test_a_scan_of_what_was_opened_for_reading_goes_on_while_a_change_opens_it_for_writing_and_merges_its_files(
+    tier: DiskTier, readers: ReaderPool
+) -> None:
+    """The scan began on more files than RocksDB opens by itself, and the merge removes them from the directory."""
+    files, each = 24, 50
+    complete(tier)
+    keys = np.arange(files * each).reshape(files, each)
+    where = tier.path.parent
+    built = [
+        write_sst(where / f"part-{i}.sst", tables=[(1, some, some_rows(some), None)], delta=True)
+        for i, some in enumerate(keys)
+    ]
+    DiskTier.ingest(tier, built)
+    tier = reopen(tier, readers)
+    assert tier.stats()["files"] >= files
+
+    scan = tier.scan(1, ROW_BYTES, batch_rows=each)
+    begun = [next(scan)]
+    before = set(tier.path.glob("*.sst"))
+    ingest(tier, keys[:, 7], some_rows(keys[:, 7], salt=1))
+    tier.compact()
+    assert len(before & set(tier.path.glob("*.sst"))) < files - 16  # they are gone
+    seen, rows = map(np.concatenate, zip(*begun, *scan, strict=True))
+    np.testing.assert_array_equal(seen, keys.ravel())
+    np.testing.assert_array_equal(rows, some_rows(keys.ravel()))
+    tier.close()
+
+
+def test_a_scan_beside_a_change_shares_its_block_cache_and_keeps_nothing_open_afterwards(
+    tier: DiskTier, readers: ReaderPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A change opens RocksDB for writing, and a scan that has begun before goes on with what it has open."""
+    keys = np.arange(10_000)
+    ingest(tier, keys, some_rows(keys, 1))
+    tier = reopen(tier, readers)
+    scan = tier.scan(1, ROW_BYTES, batch_rows=100)
+    next(scan)
+    open_before = sorted(_open_files_below(tier.path))
+    made, make = [], rocksdict.Cache
+    monkeypatch.setattr(rocksdict, "Cache", lambda capacity: made.append(capacity) or make(capacity))
+    gone = np.zeros(len(keys), np.bool_)
+    tier.change(tier.path.parent / "change.sst", {"watermark": b"1"}, [(1, keys, some_rows(keys, 2), gone)])
+    assert made == [], "of the bytes that a tier may have"
+    scanned = np.concatenate([rows for _, rows in scan])
+    np.testing.assert_array_equal(scanned, some_rows(keys, 1)[100:])
+    names = _open_files_below(tier.path)
+    assert len(names) < 2 * len(open_before) + 8
+    assert sum(name.startswith("LOG") for name in names) == 1, "what the scan had open is closed"
+    rows, state = get(tier, 1, keys)
+    np.testing.assert_array_equal(rows, some_rows(keys, 2))
+    assert (state == Tier.DISK).all()
+    tier.close()
 
 
 def test_verify_tells_what_was_built_from_what_is_there(tier: DiskTier) -> None:

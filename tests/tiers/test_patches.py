@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -377,3 +378,45 @@ def test_a_restored_tier_without_its_patches_gets_them_again(tier: SealedTier, r
     check(opened, twin)
     assert (reads_alone(opened, np.sort(np.array(list(twin)))) != Tier.PENDING).all()
     opened.close()
+
+
+def test_patches_are_made_again_however_often_that_has_to_stop_for_deltas(
+    tier: SealedTier, readers: ReaderPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a restore under load: each time goes on from where the one before stopped, with changes in between."""
+    monkeypatch.setattr(patches, "LEAST_COPIED", 1000)
+    monkeypatch.setattr(sealed, "_COPY_ROWS", 500)
+    twin = changed_much(tier)
+    tier.close()
+    shutil.rmtree(tier.path / patches.FOLDER)
+    opened = again(tier, readers)
+    left, seq = list(range(20)), 100
+    while not opened._patches.is_whole:
+        left.pop()
+        tidy(opened, lambda: True)
+        seq += 1
+        change(opened, twin, seq, [seq, *list(twin)[:: seq % 7 + 2]], [seq - 1, *list(twin)[:40:3]])
+        check(opened, twin)
+    assert len(left) < 18, "it took some tries"
+    assert (reads_alone(opened, np.sort(np.array(list(twin)))) != Tier.PENDING).all()
+    tidy(opened)
+    opened.close()
+    opened = again(opened, readers)
+    check(opened, twin)
+    assert (reads_alone(opened, np.sort(np.array(list(twin)))) != Tier.PENDING).all()
+    opened.close()
+
+
+def test_a_merge_holds_no_more_of_its_keys_than_a_piece(tier: SealedTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patches, "_PIECE_BYTES", 0)  # then 1,024 rows at a time
+    each, twin = 60_000, dict[int, int | None]()
+    for seq in range(1, 5):
+        change(tier, twin, seq, np.arange(each) * 4 + seq)
+    tracemalloc.start()
+    tidy(tier)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert tier.stats()["patches"] == 1
+    keys_bytes, filter_bytes = 8 * 4 * each, tier.stats()["patch_memory_bytes"]
+    assert most < filter_bytes + keys_bytes // 3
+    check(tier, twin)

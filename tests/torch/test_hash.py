@@ -71,6 +71,38 @@ def test_a_module_hashes_as_the_definition_says(mod: int) -> None:
     assert HashKeys(mod, 7)(torch.tensor([[1, 2], [3, 4]], dtype=torch.int32)).shape == (2, 2)
 
 
+@pytest.mark.parametrize("mod", [1, 40, 1000, (1 << 61) + 5, 1 << 62])
+def test_ids_without_a_sign_are_hashed_as_such(mod: int) -> None:
+    keys = [0, 17, (1 << 63) - 1, 1 << 63, (1 << 64) - 1, *range((1 << 63) + 5, (1 << 63) + 50)]
+    unsigned = torch.tensor(np.array(keys, np.uint64))
+    assert HashKeys(mod)(unsigned).tolist() == [key % mod for key in keys]
+    wanted = [xxhash.xxh3_64_intdigest(key.to_bytes(8, "little"), 7) % mod for key in keys]
+    assert HashKeys(mod, 7)(unsigned).tolist() == wanted
+
+
+@pytest.mark.parametrize("keys", [torch.tensor([1.0]), torch.tensor([1 + 2j]), torch.tensor([True])])
+def test_keys_that_are_no_integers_are_not_hashed(keys: torch.Tensor) -> None:
+    with pytest.raises(InvalidInput, match=f"expected integer keys, got {keys.dtype}"):
+        HashKeys(40)(keys)
+
+
+def test_a_feature_hashes_ids_without_a_sign_as_its_example_has_them(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net, keys = Net(), torch.from_numpy(np.array([5, (1 << 63) + 5, (1 << 64) - 1], np.uint64))
+    values = {**inputs(3), "item_id": keys, "clicked": keys.clone(), "clicked_at": torch.arange(3)}
+    write_snapshot(tmp_path / "1", net, values, model="ctr", version=1, dense=False)
+    with tierstore.open(tmp_path / "data", host_budget="4MiB", load_workers=1) as store:
+        store.load_snapshot(tmp_path / "1")
+        model = store.model("ctr")
+        rows = model.lookup("item_id", keys.numpy())
+        bags = model.lookup_bags("clicked", keys.numpy(), np.arange(3))
+        with torch.inference_mode():
+            np.testing.assert_allclose(rows, net.item(net.hashed(keys)).numpy(), atol=1e-6)
+            np.testing.assert_allclose(bags, net.clicked(net.remainder(keys), torch.arange(3)).numpy(), atol=1e-6)
+        swap_embeddings(net, model)
+        np.testing.assert_array_equal(net.item(net.hashed(keys)).numpy(), rows)
+
+
 @pytest.mark.thorough
 def test_a_module_that_hashes_is_served_with_the_keys_themselves(tmp_path: Path) -> None:
     torch.manual_seed(0)

@@ -30,7 +30,7 @@ def snapshot(where: Path, version: int) -> Path:
         writer.table("item", dim=4, dtype="float16", default="mean").write(keys, rows(keys, version))
         user = writer.table("user", dim=4, ttl_s="36500d", time_column="seen")
         user.write(keys, rows(keys, version), np.full(ROWS, 1_700_000_000))
-        writer.table("word", dim=2, key="string").write(["a", "b"], np.full((2, 2), version))
+        writer.table("word", dim=2, key="string").write(["a", "b"], np.full((2, 2), version, np.float32))
         for name in ("item", "user", "word"):
             writer.feature(name, table=name)
     return where

@@ -255,6 +255,7 @@ class TokenFile:
             document = {"format": FORMAT, "tokens": [token.document() for token in tokens.values()]}
             files.publish_record(self.path, document, private=True)
         finally:
+            fcntl.flock(lock, fcntl.LOCK_UN)  # a child that was forked meanwhile has it open too
             os.close(lock)
 
     def _open_lock(self) -> int:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,9 +15,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tierstore.cli.options import AsJson, Data, Url, argument, option
-from tierstore.cli.target import make_client, open_target, service_url, warn_of_dense
+from tierstore.cli.target import make_client, open_target, say_aside, service_url, warn_of_dense
 from tierstore.cli.triton import Batch, write_hps
-from tierstore.errors import ConfigError, SnapshotError
+from tierstore.client.sources import snapshot_model, snapshot_version
+from tierstore.errors import ConfigError, Conflict, DeadlineExceeded, SnapshotError, TierstoreError, Unreachable
 
 if TYPE_CHECKING:
     from tierstore.client import Client
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from tierstore.imports.tables import TableSource
     from tierstore.types import ProgressFn
 
+_POLL_S = 0.1
 
 Out = Annotated[Path | None, option("DIR", "Write the snapshot here; it is loaded only with --data or --url.")]
 Version = Annotated[
@@ -50,6 +53,13 @@ Dim = Annotated[
         min=1,
         metavar="N",
         help="Numbers of a vector: others are refused, and files that do not say it (HugeCTR, TFRA) compared with it.",
+    ),
+]
+Integers = Annotated[
+    bool,
+    typer.Option(
+        "--integers",
+        help="Vectors of integers are the numbers themselves; else refused, as codes of a quantized table.",
     ),
 ]
 OnNull = Annotated[str | None, option("WHAT", "Rows with a null: fail (default), or skip.")]
@@ -78,11 +88,15 @@ def import_(
     combiner: Annotated[str | None, option("HOW", "Pool bags of it: sum, mean or sqrtn.")] = None,
     key_type: Annotated[str | None, option("TYPE", "int64, uint64 or string (default: as the column has it).")] = None,
     dtype: DType = None,
-    default: Annotated[str, typer.Option(metavar="WHAT", help="What absent keys get: zeros or mean.")] = "zeros",
+    default: Annotated[
+        str | None,
+        option("WHAT", "What absent keys get: zeros or mean (default: the source's own row for them, or zeros)."),
+    ] = None,
     ttl: Ttl = None,
     time_column: TimeColumn = None,
     on_null: OnNull = None,
     on_duplicate: OnDuplicate = None,
+    integers: Integers = False,
     dense: Dense = None,
     out: Out = None,
     version: Version = None,
@@ -117,7 +131,7 @@ def import_(
         tables = [TableSource(table, paths, key, vector, key_type, dtype, default, features, ttl, time_column)]
     if model is None:
         raise typer.BadParameter("expected --model, the name for the model")
-    given: dict[str, Any] = {"on_null": on_null, "on_duplicate": on_duplicate, "dim": dim}
+    given: dict[str, Any] = {"on_null": on_null, "on_duplicate": on_duplicate, "dim": dim, "integers": integers or None}
     tables = [replace(one, **{name: value for name, value in given.items() if value is not None}) for one in tables]
     _say(json, [_imported(model, tables, dense, out, version, delta_seq, data, url)])
 
@@ -186,8 +200,10 @@ def _imported(
     check_tables(
         tables, model=model, version=number, delta_seq=delta_seq
     )  # before anything is compiled, opened or read
-    kept = "there is no new version, what was read is removed, and what served before does so"
-    with _directory(out, data, url, number) as where, shown_progress("import", kept) as progress:
+    with (
+        _directory(out, data, url, number) as where,
+        shown_progress("import", lambda: _stopped(model, where, service_url(data, url))) as progress,
+    ):
 
         def write() -> Path:
             return import_tables(
@@ -241,10 +257,56 @@ def _load(write: Callable[[], Path], data: Path | None, url: str | None, progres
             raise
 
 
+class _StillRead(KeyboardInterrupt):
+    """Ctrl-C while a service may go on with the load of a snapshot, which is left to it."""
+
+
+def _stopped(model: str, where: Path, url: str | None) -> str:
+    """What became of an import that Ctrl-C has ended. A service's load of the snapshot is stopped first: its files are
+    there until then.
+    """
+    none = "there is no new version, what was read is removed, and what served before does so"
+    if url is None:
+        return none
+    try:
+        with make_client(url) as client:
+            jobs = [job for job in client.jobs() if job["kind"] == "load" and job["source"] == str(where.resolve())]
+            if not jobs:
+                return none
+            say_aside(f"import: the service is asked to stop loading {where}; Ctrl-C again leaves it that")
+            ended = _cancelled(client, jobs[0]["job"])
+            if ended["state"] == "done":
+                return (
+                    f"the service had switched already: {model} serves version {ended['version']}, and "
+                    f"`tierstore rollback {model}` goes back"
+                )
+            if model not in client.models():  # it was its first load
+                return none
+            _forget_unfinished(client, where)
+            number = snapshot_version(where)
+            if any(one["version"] == number for one in client.status(model)["models"][model]["versions"]):
+                return f"version {number} is loaded and kept, and not active; what served before does so"
+            return none
+    except (KeyboardInterrupt, Unreachable, DeadlineExceeded) as error:
+        why = f" ({error})" if isinstance(error, TierstoreError) else ""
+        say_aside(
+            f"import: the service may still load {where}, which is left to it{why}: `tierstore jobs --url {url}` says "
+            "how that ends; remove it then"
+        )
+        raise _StillRead from None
+
+
+def _cancelled(client: Client, job: str) -> dict[str, Any]:
+    """Have a job stopped. Returns its document once it has ended, however."""
+    with suppress(Conflict):  # it has ended
+        client.cancel(job)
+    while (document := client.job(job))["state"] == "running":
+        time.sleep(_POLL_S)
+    return document
+
+
 def _forget_unfinished(store: Store | Client, where: Path) -> None:
     """Remove what the load of a snapshot has left to go on with: the snapshot goes as well."""
-    from tierstore.client.sources import snapshot_model, snapshot_version
-
     model, version = snapshot_model(where), snapshot_version(where)
     if str(version) in store.status(model)["models"][model]["unfinished"]:
         store.drop(model, version)
@@ -260,8 +322,16 @@ def _directory(out: Path | None, data: Path | None, url: str | None, number: int
     parent = _data_directory(data).absolute().parent if target is None else _source_directory(target)
     from tierstore.formats import files
 
-    with files.new_dirs(parent), tempfile.TemporaryDirectory(prefix=".tmp-import-", dir=parent) as scratch:
-        yield Path(scratch) / str(number)
+    with files.new_dirs(parent):
+        scratch = Path(tempfile.mkdtemp(prefix=".tmp-import-", dir=parent))
+        try:
+            yield scratch / str(number)
+        except _StillRead:
+            raise
+        except BaseException:
+            shutil.rmtree(scratch)
+            raise
+        shutil.rmtree(scratch)
 
 
 def _source_directory(url: str) -> Path:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -18,10 +18,10 @@ LINE_EVERY_S = 3.0
 
 
 @contextmanager
-def shown_progress(what: str, interrupted: str) -> Iterator[ProgressFn]:
+def shown_progress(what: str, interrupted: str | Callable[[], str]) -> Iterator[ProgressFn]:
     """Yields the function to report progress to; it is shown under the title `what`.
 
-    interrupted: what becomes of the work where Ctrl-C ends it, which is printed then.
+    interrupted: what becomes of the work where Ctrl-C ends it, which is printed then; or what ends it and returns that.
     """
     try:
         if sys.stderr.isatty():
@@ -32,7 +32,8 @@ def shown_progress(what: str, interrupted: str) -> Iterator[ProgressFn]:
             yield lines.report
             lines.end_phase()
     except KeyboardInterrupt:
-        sys.stderr.write(f"tierstore: {what}: interrupted; {interrupted}\n")
+        fate = interrupted if isinstance(interrupted, str) else interrupted()
+        sys.stderr.write(f"tierstore: {what}: interrupted; {fate}\n")
         raise
 
 

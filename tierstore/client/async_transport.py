@@ -15,13 +15,13 @@ from typing import Any
 from tierstore.client.aio_connecting import addresses_of, first_connected
 from tierstore.client.attempts import Attempt, CallGroup, NodeCall, RetryBudget
 from tierstore.client.balancing import Balancer
-from tierstore.client.forks import renew_in_child
 from tierstore.client.inference import Operation, Pause, T
 from tierstore.client.replies import DocumentReply
 from tierstore.client.settings import CONNECT_TIMEOUT_S, ClientSettings, Node
 from tierstore.client.transport import sum_stats
 from tierstore.client.unreachable import connection_lost, not_connected
 from tierstore.errors import Closed, InvalidInput, TierstoreError, Unreachable
+from tierstore.forks import renew_in_child
 from tierstore.http1 import Incoming
 
 

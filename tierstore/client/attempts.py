@@ -23,7 +23,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tierstore.client.balancing import Balancer, NodeRoute
-from tierstore.client.forks import renew_in_child
 from tierstore.client.replies import DocumentReply
 from tierstore.client.settings import Node, RetryPolicy
 from tierstore.errors import (
@@ -35,6 +34,7 @@ from tierstore.errors import (
     TierstoreError,
     Unreachable,
 )
+from tierstore.forks import renew_in_child
 from tierstore.http1 import request_head
 from tierstore.trace_context import current_trace, header_lines
 

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from tierstore.client.forks import renew_in_child
+from tierstore.forks import renew_in_child
 
 PAUSE_S = (0.5, 30.0)  # the first, and the longest
 LACK_S = 5.0

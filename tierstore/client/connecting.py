@@ -17,8 +17,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from tierstore.client.forks import renew_in_child
 from tierstore.client.settings import Address
+from tierstore.forks import renew_in_child
 
 STAGGER_S = 0.25  # between the tries of two addresses
 _RESOLVING_S = 60.0  # after which a name that is still not resolved is asked for again

@@ -14,10 +14,10 @@ import time
 
 from tierstore.client.attempts import Attempt
 from tierstore.client.connecting import open_socket
-from tierstore.client.forks import renew_in_child
 from tierstore.client.settings import CONNECT_TIMEOUT_S, Node
 from tierstore.client.unreachable import connection_lost, not_connected
 from tierstore.errors import Closed, TierstoreError
+from tierstore.forks import renew_in_child
 from tierstore.http1 import Incoming
 
 _NOT_NOW = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)

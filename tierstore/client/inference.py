@@ -21,10 +21,10 @@ import numpy.typing as npt
 
 from tierstore.client import wire
 from tierstore.client.attempts import NodeCall, Outgoing, new_request_id
-from tierstore.client.forks import renew_in_child
 from tierstore.client.replies import DocumentReply, Tensors
 from tierstore.client.splitting import JoinedOutputs, Split
 from tierstore.errors import DeadlineExceeded, MissingExtra, NotFound, NotReady, TierstoreError, shown
+from tierstore.forks import renew_in_child
 from tierstore.types import NAME, as_version, check_seconds, model_and_head, names_of
 
 SWITCH_ATTEMPTS = 4  # at a request in parts, when versions switch between the parts

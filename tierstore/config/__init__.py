@@ -93,10 +93,13 @@ class Settings(ServiceSettings, SourceSettings, DenseSettings, StoreSettings, Ba
 
 
 _SHOWN_DEFAULTS = {  # of those that depend on the machine
-    "host_budget": "4GiB, at most half of the memory (of the control group)",
+    "host_budget": "4GiB, at most half of what is left of the memory (of the control group) beside 350 MiB of the "
+    "process and its load helpers",
+    "overlay_budget": "256MiB, at most an eighth of what is left, as for `host_budget`",
+    "load_memory": "512MiB, at most an eighth of what is left, as for `host_budget`",
     "threads": "as many as processors, at most 64",
     "lookup_threads": "as many as processors, at least 2",
-    "load_workers": "as many as processors, at most 4",
+    "load_workers": "as many as processors, at most 4, and at most one for each 900 MiB of memory",
     "source_root": "the working directory",
     "dense_options": "none",
     "quotas": "none",

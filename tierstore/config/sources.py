@@ -20,6 +20,7 @@ from tierstore.config.values import (
 
 RowFormat = Literal["json", "avro", "protobuf", "avro-raw", "protobuf-raw"]
 KeyFormat = Literal["text", "int64", "json", "avro", "protobuf"]
+Envelope = Literal["none", "connect", "debezium"]
 
 
 class SourceSettings(BaseModel):
@@ -81,6 +82,11 @@ class SourceSettings(BaseModel):
         default_factory=dict,
         description="by `key`, `vector` and `event_time`, the names of the fields that are called otherwise; in the "
         "environment as JSON",
+    )
+    kafka_rows_envelope: Envelope = Field(
+        "none",
+        description="what lies around rows and keys: `connect`, the `{schema, payload}` of Kafka Connect's "
+        "JsonConverter; `debezium`, a change event with `before`, `after` and `op`, in `{schema, payload}` or not",
     )
     kafka_rows_gather_s: float = Field(
         1.0, ge=0.01, le=3600, description="seconds for which rows are gathered into one delta"

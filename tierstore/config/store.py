@@ -8,17 +8,21 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ByteSize, Field, model_validator
 from pydantic_settings import NoDecode
 
+from tierstore.config.memory import (
+    default_host_budget,
+    default_load_memory,
+    default_load_workers,
+    default_overlay_budget,
+)
 from tierstore.config.values import (
     ANY_MODEL,
     ModelQuota,
     PartitionsText,
     Size,
     SizeOrZero,
-    default_host_budget,
     local_directory,
     split_commas,
 )
-from tierstore.machine import processors
 from tierstore.types import BaseKind, Partitions
 
 
@@ -46,7 +50,7 @@ class StoreSettings(BaseModel):
         "for no device tier (extra `gpu`)",
     )
     overlay_budget: Size = Field(
-        ByteSize(256 << 20),
+        default_factory=default_overlay_budget,
         description="bytes of deltas that are visible but not folded yet; above it producers get 503, and 413 for one "
         "that could never fit",
     )
@@ -61,8 +65,9 @@ class StoreSettings(BaseModel):
         "`0-15/64` or `0-15,40/64`; by default all keys; look-ups of other keys are refused",
     )
     load_memory: Size = Field(
-        ByteSize(512 << 20),
-        description="bytes of memory a bulk load may use before it spills to disk, all its helpers together",
+        default_factory=default_load_memory,
+        description="bytes of memory a bulk load may use before it spills to disk, all its helpers together, beside "
+        "about 150 MiB that each takes to run at all",
     )
     load_retention_s: float = Field(
         86400.0,
@@ -76,9 +81,7 @@ class StoreSettings(BaseModel):
         description="p99 of look-ups during a load, verification or warming, as a multiple of their p99 without it; "
         "above it such work slows down; 0: it never slows down",
     )
-    load_workers: int = Field(
-        default_factory=lambda: min(4, processors()), ge=1, description="helper processes of a bulk load"
-    )
+    load_workers: int = Field(default_factory=default_load_workers, ge=1, description="helper processes of a bulk load")
     warm_rate: int = Field(
         200_000,
         gt=0,

@@ -14,12 +14,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ByteSize, Confi
 from pydantic_core import PydanticCustomError
 
 from tierstore.errors import shown
-from tierstore.machine import memory_bytes
 from tierstore.types import Partitions
-
-
-def default_host_budget() -> ByteSize:
-    return ByteSize(min(4 << 30, memory_bytes() // 2))
 
 
 def split_roots(value: object) -> object:

@@ -39,6 +39,7 @@ from tierstore.engine.reads.view import View
 from tierstore.engine.serving.publisher import Lease
 from tierstore.engine.serving.routing import STABLE, Routing
 from tierstore.errors import StorageError
+from tierstore.forks import refuse
 from tierstore.formats import files
 from tierstore.formats.delta.reader import Delta
 from tierstore.formats.names import ModelDirectory
@@ -97,19 +98,24 @@ class Model:
 
     @classmethod
     def begin(cls, name: str, where: ModelDirectory, shared: Shared) -> Model:
-        """A new model, started. If that fails nothing of it remains."""
+        """A new model, started. If that fails nothing of it remains, except what was there. StorageError."""
+        was_there = files.exists(where.root)
         try:
             files.make_dir(where.log)
             model = cls(name, where, shared)
             try:
                 model.catalogue.find()
+                # a model of an earlier start goes on with what can be read; a new one would be refused for good
+                if (why := model.catalogue.unreadable or model.log.unusable) is not None:
+                    raise StorageError(why)
                 model.start()
             except BaseException:
                 model.close()
                 raise
         except BaseException:
             with contextlib.suppress(StorageError):
-                files.remove_tree(where.root)
+                if not was_there:
+                    files.remove_tree(where.root)
             raise
         return model
 
@@ -139,6 +145,11 @@ class Model:
             for version in to_close:
                 self.opener.free(version)
             self.opener.scanned.close_all()
+
+    def refuse(self) -> None:
+        """In a forked child: the model and its views raise Closed; views that are held can be released."""
+        self.publisher.refuse()
+        refuse(self, "close")
 
     # --- look-ups and deltas
 

@@ -1,7 +1,7 @@
 """The store: a data directory, open in this process.
 
 Any thread may call anything; `close` does not wait for calls under way, so stop calling first. One process at a time
-holds the directory (`lifecycle/directory_lock.py`).
+holds the directory (`lifecycle/directory_lock.py`); in a child that it forks, the store and its models raise Closed.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from tierstore.access.audit import Audit
 from tierstore.config import Settings, load_settings
+from tierstore.config.memory import why_too_much
 from tierstore.engine.deltas.incoming import IncomingDelta
 from tierstore.engine.deltas.origin import Origin
 from tierstore.engine.events.callbacks import guarded, refuse_inside
@@ -40,6 +41,7 @@ from tierstore.engine.placements.choose import choose_placement
 from tierstore.engine.serving.epochs import Epochs
 from tierstore.engine.serving.publisher import Publisher
 from tierstore.errors import Closed, InvalidInput, RemoteUnavailable, SnapshotError, StorageError, unknown_model
+from tierstore.forks import refuse, renew_in_child
 from tierstore.formats import files
 from tierstore.formats.delta.source import DeltaSource
 from tierstore.formats.names import DataDirectory
@@ -83,6 +85,8 @@ class Store(ParkedMessages):
         self._lock_file = lock(self.root.lock)
         try:
             directory_format.check(self.root)
+            if (why := why_too_much(settings)) is not None:
+                log.warning("%s", why)
             self.lookup_times = LookupTimes()
             self.shared = make_shared(settings, self.root.root, self.lookup_times, self._publishers)
             self.shared.copied = copied.prepare(self.root, self._lock_file)
@@ -101,6 +105,7 @@ class Store(ParkedMessages):
                 raise
             start_background(self.shared)
             self._sweeping.start()
+            renew_in_child(self)
         except BaseException:
             unlock(self._lock_file)
             raise
@@ -429,6 +434,12 @@ class Store(ParkedMessages):
     def _check_open(self) -> None:
         if self._models.closed:
             raise Closed("the store was closed")
+
+    def renew(self) -> None:
+        """In a forked child: the store, and what callers may have of it, raise Closed. `close` does nothing."""
+        for model in self._models.all():
+            model.refuse()
+        refuse(self, "close")
 
     def __enter__(self) -> Store:
         return self

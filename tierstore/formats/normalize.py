@@ -32,14 +32,42 @@ _INT64_MAX = (1 << 63) - 1
 _EXPECTED = "expected vectors of shape [n, dim], or a column of n lists of dim numbers"
 
 
-def vector_rows(vectors: Any) -> npt.NDArray[Any]:
-    """Vectors as float16, float32, float64 or integers of shape [n, dim].
+def vector_rows(vectors: Any, *, integers: bool = False) -> npt.NDArray[Any]:
+    """Vectors as float16, float32 or float64 of shape [n, dim].
 
     Takes NumPy arrays (`ml_dtypes.bfloat16` and object arrays of arrays included), sequences of sequences, Arrow list
     and fixed-size list columns, pandas columns of arrays or lists, frames of one column a dimension, and tensors of
-    PyTorch, on any device, with or without gradients. Raises InvalidInput, naming the row where one is
-    wrong. `dim` is 0 where there are no rows.
+    PyTorch, on any device, with or without gradients. Integers are refused unless `integers`, by the type of what
+    holds them: Python's own lists have none, and `[[1, 0]]` is two numbers as somebody types them. Raises InvalidInput,
+    naming the row where one is wrong. `dim` is 0 where there are no rows.
     """
+    rows = _rows(vectors)
+    if rows.dtype.kind in "iu":
+        if not (integers or _is_typed_by_hand(vectors)):
+            raise InvalidInput(
+                f"{refused_integers(rows.dtype)}. If these are the numbers themselves, give them as floats: "
+                ".astype('float32')"
+            )
+        return rows.astype(np.float32)
+    return rows
+
+
+def refused_integers(kind: object) -> str:
+    """Why integers of a type are not taken for the numbers of vectors, the same in every way in."""
+    return (
+        f"expected rows of floats, got {kind}; save the numbers that they stand for: integers are most often the codes "
+        "of a quantized table, whose numbers follow from scales that are elsewhere"
+    )
+
+
+def _is_typed_by_hand(vectors: Any) -> bool:
+    """Whether these are Python's own lists of lists of its own numbers, which have no type that could tell codes."""
+    if not isinstance(vectors, (list, tuple)) or not isinstance(vectors[0], (list, tuple)):
+        return False
+    return all(type(number) is int for number in vectors[0])
+
+
+def _rows(vectors: Any) -> npt.NDArray[Any]:
     if isinstance(vectors, (pa.Array, pa.ChunkedArray)):
         return list_rows(vectors)
     if hasattr(vectors, "detach"):
@@ -79,11 +107,18 @@ def guessed_key_type(keys: Any) -> KeyType:
 
 def is_list(kind: pa.DataType) -> bool:
     """Whether a column of this Arrow type holds vectors."""
+    if isinstance(kind, pa.FixedShapeTensorType) and len(kind.shape) != 1:  # a matrix a row is no vector
+        return False
     kind = _storage(kind)
     t = pa.types
     lists = t.is_list(kind) or t.is_large_list(kind) or t.is_fixed_size_list(kind)
     views = t.is_list_view(kind) or t.is_large_list_view(kind)
     return bool((lists or views) and (pa.types.is_floating(kind.value_type) or pa.types.is_integer(kind.value_type)))
+
+
+def number_kind(kind: pa.DataType) -> pa.DataType:
+    """The type of the numbers of a column that `is_list`."""
+    return _storage(kind).value_type
 
 
 def list_rows(column: pa.Array | pa.ChunkedArray) -> npt.NDArray[Any]:

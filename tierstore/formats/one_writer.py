@@ -74,6 +74,8 @@ def _locked(folder: Path, what: str) -> Iterator[None]:
     try:
         yield
     finally:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a child that was forked meanwhile has it open too
         os.close(descriptor)
 
 

@@ -21,13 +21,14 @@ import pyarrow.compute as pc
 
 from tierstore.errors import InvalidInput
 from tierstore.formats.columns import key_type_of
-from tierstore.formats.normalize import UnfitRow, is_list, list_rows
+from tierstore.formats.normalize import UnfitRow, is_list, list_rows, number_kind, refused_integers
 from tierstore.formats.strings import without_dictionary
 from tierstore.imports.codes import companions
 from tierstore.types import KeyType
 
 ARROW_KEYS = {KeyType.INT64: pa.int64(), KeyType.UINT64: pa.uint64(), KeyType.STRING: pa.large_string()}
 SKIP_NULLS = "--on-null skip (on_null='skip') leaves such rows out"
+TAKE_INTEGERS = "--integers (integers=True) takes them as the numbers themselves"
 _SHOWN = 12  # columns in an error
 
 
@@ -75,6 +76,7 @@ def choose_columns(
     time: str | None = None,
     *,
     dim: int | None = None,
+    integers: bool = False,
     folders: Mapping[str, pa.Scalar] | None = None,
 ) -> Chosen:
     """The columns named `key` and `vector`: a column of lists, a pattern such as `f*`, or the
@@ -82,9 +84,11 @@ def choose_columns(
 
     key_type: None for the type of the key's column; else its keys are converted to this type. `time`: the column
     of times. `folders`: columns by the names of the file's folders. `dim`: numbers of a vector, where that is said.
-    Raises InvalidInput.
+    `integers`: vectors of integers are meant. Raises InvalidInput.
     """
-    folders = folders or {}
+    folders = dict(folders or {})
+    if key in folders and key not in schema.names and pa.types.is_date(folders[key].type):
+        folders[key] = pa.scalar(str(folders[key]))  # as a key it is text, as in the folder's name
     columns = _columns_in(schema, folders)
     listed = _listed(schema, folders)
     if time is not None and time not in columns:
@@ -93,6 +97,7 @@ def choose_columns(
         raise InvalidInput(f"expected one column {key!r} for keys; {listed}; name it with --key (key=)")
     own = _key_type(key, columns[key].kind)
     names = _vectors(columns, vector, listed, dim)
+    _refuse_integers(names, columns, integers)
     chosen = Chosen(key, names, key_type or own, time, folders=folders)
     return replace(chosen, steps={name: columns[name].steps for name in chosen.names})
 
@@ -115,7 +120,6 @@ def _vectors(
 ) -> tuple[str, ...]:
     """The columns of the vectors: one of lists, or those of their numbers."""
     if isinstance(vector, str) and vector in columns and _is_vector(columns[vector].kind):
-        _refuse_codes(vector, _lists_in(columns[vector].kind), columns)
         return (vector,)
     names = _matching(columns, vector) if isinstance(vector, str) else list(vector)
     if not names:
@@ -176,14 +180,24 @@ def _refuse_one_of_many(name: str, columns: Mapping[str, _Column]) -> None:
         )
 
 
-def _refuse_codes(name: str, kind: pa.DataType, columns: Mapping[str, _Column]) -> None:
-    """Raise InvalidInput for lists of integers with what their numbers are made of beside them."""
-    beside = companions(name, columns) if pa.types.is_integer(kind.value_type) else []
+def _refuse_integers(names: Sequence[str], columns: Mapping[str, _Column], integers: bool) -> None:
+    """Raise InvalidInput for vectors of integers, unless they are meant and nothing says that they are codes.
+
+    Of one column a number all have to be such: a float that is whole in every row becomes an integer here and there.
+    """
+    kinds = [columns[name].kind for name in names]
+    values = [number_kind(_lists_in(kind)) if _is_vector(kind) else kind for kind in kinds]
+    if not all(map(pa.types.is_integer, values)):
+        return
+    beside = companions(names[0], columns) if len(names) == 1 else []
     if beside:
         raise InvalidInput(
-            f"column {name!r}: expected lists of floats, got {kind} with {', '.join(map(repr, beside))} beside it: "
-            "these are codes of a quantized table; write the numbers that they stand for"
+            f"column {names[0]!r}: expected rows of floats, got {kinds[0]} with {', '.join(map(repr, beside))} beside "
+            "it: these are codes of a quantized table; write the numbers that they stand for"
         )
+    if not integers:
+        of = f"column {names[0]!r}" if len(names) == 1 else f"columns {names[0]!r} to {names[-1]!r}"
+        raise InvalidInput(f"{of}: {refused_integers(kinds[0])}. {TAKE_INTEGERS}")
 
 
 def _columns_in(schema: pa.Schema, folders: Mapping[str, pa.Scalar]) -> dict[str, _Column]:
@@ -251,7 +265,9 @@ def _is_vector(kind: pa.DataType) -> bool:
 
 
 def _unwrapped(column: pa.Array) -> pa.Array:
-    """The lists of BigQuery as plain ones; other columns as they are."""
+    """The lists of BigQuery and list views as plain ones; other columns as they are."""
+    if pa.types.is_list_view(column.type) or pa.types.is_large_list_view(column.type):
+        column = _in_order(column)
     if _is_spark_vector(column.type) or not _is_vector(column.type):
         return column
     if pa.types.is_struct(column.type):
@@ -261,6 +277,18 @@ def _unwrapped(column: pa.Array) -> pa.Array:
         kind, buffers = pa.list_(numbers.type), column.buffers()[:2]
         column = pa.Array.from_buffers(kind, len(column), buffers, -1, column.offset, [numbers])
     return column
+
+
+def _in_order(views: pa.Array) -> pa.Array:
+    """List views as lists.
+
+    Views may lie in any order over their numbers: Arrow's flattening follows it, its parent indices and its casts to
+    lists do not.
+    """
+    lengths = pc.fill_null(pc.list_value_length(views), 0).to_numpy(zero_copy_only=False)
+    offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    mask = views.is_null() if views.null_count else None
+    return pa.LargeListArray.from_arrays(pa.array(offsets), pc.list_flatten(views), mask=mask)
 
 
 # --- batches
@@ -339,7 +367,11 @@ def vectors_of(batch: pa.RecordBatch, chosen: Chosen) -> npt.NDArray[Any]:
     name = chosen.vectors[0]
     column = batch.column(name)
     if _is_spark_vector(column.type):
-        column = _dense(column, name)
+        return _spark_rows(column, name)
+    return _rows(column, name)
+
+
+def _rows(column: pa.Array, name: str) -> npt.NDArray[Any]:
     try:
         return list_rows(column)
     except UnfitRow as error:
@@ -364,16 +396,38 @@ def without_nulls(batch: pa.RecordBatch, chosen: Chosen) -> tuple[pa.RecordBatch
     return batch.filter(pa.array(valid)), np.flatnonzero(valid)
 
 
-def _dense(column: pa.StructArray, name: str) -> pa.Array:
+def _spark_rows(column: pa.StructArray, name: str) -> npt.NDArray[Any]:
+    """Vectors of `ml.linalg`, of which Spark's VectorAssembler stores each in the form that takes fewer bytes."""
     if column.null_count:
         raise UnfitRow(_first_null(column), f"column {name!r} is null; {SKIP_NULLS}")
-    sparse = pc.not_equal(pc.struct_field(column, "type"), 1)
-    if pc.any(sparse).as_py():
-        row = int(np.argmax(sparse.to_numpy(zero_copy_only=False)))
+    sparse = pc.not_equal(pc.struct_field(column, "type"), 1).to_numpy(zero_copy_only=False)
+    values = pc.struct_field(column, "values")
+    if not sparse.any():
+        return _rows(values, name)
+    row = int(np.argmax(sparse))
+    parts = {one: pc.struct_field(column, one) for one in ("size", "indices") if column.type.get_field_index(one) >= 0}
+    sizes, places, numbers = (one.filter(pa.array(sparse)) for one in (parts["size"], parts["indices"], values))
+    if sizes.null_count or places.null_count or numbers.null_count or pc.list_flatten(numbers).null_count:
         raise UnfitRow(
             row, f"column {name!r}: expected dense vectors, got a sparse one; convert it with vector_to_array"
         )
-    return pc.struct_field(column, "values")
+    unlike = pc.not_equal(pc.list_value_length(places), pc.list_value_length(numbers)).to_numpy(zero_copy_only=False)
+    if unlike.any():
+        row = int(np.flatnonzero(sparse)[np.argmax(unlike)])
+        raise UnfitRow(row, f"column {name!r}: expected as many numbers as indices of a sparse vector")
+    dim = sizes[0].as_py() if sparse.all() else len(values[int(np.argmin(sparse))])
+    other = np.flatnonzero(sizes.to_numpy(zero_copy_only=False) != dim)
+    at = pc.list_flatten(places).to_numpy(zero_copy_only=False)
+    if len(other) or (len(at) and not 0 <= at.min() <= at.max() < dim):
+        row = int(np.flatnonzero(sparse)[other[0] if len(other) else 0])
+        raise UnfitRow(row, f"column {name!r}: expected {dim} numbers, as the vectors before it have, got {sizes[0]}")
+    rows = np.zeros((len(column), dim))
+    rows[np.flatnonzero(sparse)[pc.list_parent_indices(places).to_numpy(zero_copy_only=False)], at] = pc.list_flatten(
+        numbers
+    )
+    if not sparse.all():
+        rows[~sparse] = _rows(values.filter(pa.array(~sparse)), name)
+    return rows
 
 
 def _first_null(column: pa.Array) -> int:

@@ -23,13 +23,17 @@ from tierstore.formats.names import BUILT_MANIFEST, DIRECTORY_FORMAT, LOCK, SNAP
 from tierstore.formats.objects import names_below
 from tierstore.formats.snapshot.checksum import is_hugectr
 from tierstore.formats.snapshot.table_logs import log_above, reason_of_log
-from tierstore.imports.raw_pairs import pairs_in
+from tierstore.imports.raw_pairs import folders_of_pairs, pairs_in
 
 TORCH_FILES = (".pt", ".pth", ".bin")
 SAFETENSORS, NPZ, NPY = ".safetensors", ".npz", ".npy"
 FORMATS = {".parquet": "parquet", ".arrow": "ipc", ".feather": "ipc", ".ipc": "ipc", ".orc": "orc"}
 _TENSORS = (*TORCH_FILES, SAFETENSORS, NPZ, NPY)
 _TEXT = (".txt", ".vec")
+# of Keras, TensorFlow's checkpoints and SavedModels, Orbax
+_TRAINERS = re.compile(
+    r".+\.(?:keras|h5|hdf5|index|data-\d+-of-\d+)|saved_model\.pb|manifest\.ocdbt|_CHECKPOINT_METADATA"
+)
 _DISTRIBUTED = ".metadata"  # of torch.distributed.checkpoint, in its directory
 _HIVE = re.compile(r"([^=]+)=(.*)")
 _HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
@@ -99,6 +103,7 @@ def _places(path: Path) -> list[RowsPlace]:
 def _of_file(path: Path) -> RowsPlace:
     kind = kind_of(path)
     if kind is None:
+        _refuse_trainers(path, [PurePosixPath(path.name)])
         raise SnapshotError(
             f"expected {', '.join(FORMATS)}, a checkpoint ({SAFETENSORS}, .pt, …), arrays ({NPZ}, {NPY}), vectors as "
             f"text ({', '.join(_TEXT)}) or a HugeCTR folder, got {path.suffix or 'no ending'}; DuckDB or pandas can "
@@ -113,9 +118,16 @@ def _in_directory(path: Path) -> list[RowsPlace]:
     reason = reason_of_log(path, names) or log_above(path / "file")
     if reason is not None:
         raise SnapshotError(reason, file=str(path))
+    if deeper := folders_of_pairs(names):
+        raise SnapshotError(
+            f"holds rows of TFRA or dynamicemb in {len(deeper)} of its directories: name one of them, as "
+            f"{path / deeper[0]}",
+            file=str(path),
+        )
     own = _own_directories(names)
     if PurePosixPath() in own:
         raise SnapshotError(own[PurePosixPath()], file=str(path))
+    _refuse_trainers(path, names)
     files = [
         path / name
         for name in sorted(names)
@@ -135,6 +147,17 @@ def _in_directory(path: Path) -> list[RowsPlace]:
         beside = "".join(f"; passed over: {path / where}, which {what}" for where, what in own.items())
         raise SnapshotError(f"expected a directory with Parquet, Arrow or ORC files; got none{beside}", file=str(path))
     return [_of_file(file) for file in files]
+
+
+def _refuse_trainers(path: Path, names: Iterable[PurePosixPath]) -> None:
+    """Raise SnapshotError where the trainer that wrote these files has to be asked for the rows."""
+    found = next((name for name in names if _TRAINERS.fullmatch(name.name)), None)
+    if found is not None:
+        raise SnapshotError(
+            f"{found} is a file of Keras, TensorFlow or Orbax, which is not read: write its tables from the program "
+            "that loads it, with SnapshotWriter (docs/trainers.md)",
+            file=str(path),
+        )
 
 
 def _own_directories(names: Sequence[PurePosixPath]) -> dict[PurePosixPath, str]:
@@ -167,8 +190,9 @@ def _folders(path: Path) -> Iterable[tuple[str, pa.Scalar]]:
 
 
 def _date(text: str) -> date | None:
+    """Of `2026-11-20` alone: its text is found again in it."""
     with contextlib.suppress(ValueError):
-        return date.fromisoformat(text)
+        return date.fromisoformat(text) if len(text) == 10 and "W" not in text else None
     return None
 
 

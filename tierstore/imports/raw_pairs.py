@@ -11,8 +11,8 @@ that too. One thread at a time.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterable, Iterator
+from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,12 +31,18 @@ _DYNAMICEMB = re.compile(r"(?P<table>.+)_emb_keys\.rank_(?P<rank>\d+)\.world_siz
 
 
 class RowsPart(NamedTuple):
-    """Rows from row `first` on of `place`: keys [n], an array of NumPy or Arrow, and vectors [n, dim]."""
+    """Rows from row `first` on of `place`: keys [n], an array of NumPy or Arrow, and vectors [n, dim].
+
+    `kept`: the number of each of them, from `first` on, where some rows between them have no key. `default`: the vector
+    [dim] that the source has for keys that are not there.
+    """
 
     place: str
     first: int
     keys: Any
     vectors: np.ndarray
+    kept: np.ndarray | None = None
+    default: np.ndarray | None = None
 
 
 def numbered(place: str, batches: Iterator[tuple[np.ndarray, ...]]) -> Iterator[RowsPart]:
@@ -80,6 +86,15 @@ def pairs_in(path: Path) -> dict[str, list[Pair]]:
             if found is not None and only in (None, found[0]):
                 tables.setdefault(found[0], []).append(found[1])
     return tables
+
+
+def folders_of_pairs(names: Iterable[PurePosixPath]) -> list[PurePosixPath]:
+    """The directories of such pairs, of which these are all files."""
+    there = set(names)
+    pairs = ((name, _pair(Path(name))) for name in there)
+    return sorted(
+        {name.parent for name, found in pairs if found is not None and PurePosixPath(found[1].values) in there}
+    )
 
 
 def _pair(file: Path) -> tuple[str, Pair] | None:

@@ -15,14 +15,17 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.dataset as ds
+from pyarrow.fs import LocalFileSystem
 
 from tierstore.errors import InvalidInput, SnapshotError
 from tierstore.formats.columns import Malformed
 from tierstore.formats.names import HUGECTR_KEYS
-from tierstore.formats.normalize import UnfitRow, guessed_key_type, vector_rows
+from tierstore.formats.normalize import UnfitRow, guessed_key_type, refused_integers, vector_rows
 from tierstore.formats.row_times import Times, as_times
 from tierstore.formats.snapshot.reader import naming
+from tierstore.formats.snapshot.table_logs import DELTA_ADVICE, log_above
 from tierstore.imports.columns import (
+    TAKE_INTEGERS,
     Chosen,
     NullColumn,
     choose_columns,
@@ -32,13 +35,7 @@ from tierstore.imports.columns import (
     vectors_of,
     without_nulls,
 )
-from tierstore.imports.named_tensors import (
-    NamedTensors,
-    read_npy_files,
-    read_npz_file,
-    read_safetensors_file,
-    rows_in_tensors,
-)
+from tierstore.imports.named_tensors import NamedTensors, read_npy_files, read_npz_file, read_safetensors_file
 from tierstore.imports.places import (
     FORMATS,
     NPY,
@@ -50,6 +47,8 @@ from tierstore.imports.places import (
     places_of,
 )
 from tierstore.imports.raw_pairs import RowsPart, read_hugectr, read_pairs
+from tierstore.imports.tensor_pieces import put_together
+from tierstore.imports.tensor_rows import rows_in_tensors
 from tierstore.imports.text_vectors import read_text
 from tierstore.imports.torch_tensors import read_distributed, read_saved
 from tierstore.types import KeyType
@@ -62,7 +61,8 @@ class Block:
     """Rows of `file`, from row `first` on: `keys` as a writer accepts them, `vectors` numbers
     [n, dim], `times` if asked for.
 
-    `left_out` are rows between them that were passed over, as they hold a null.
+    `left_out` are rows between them that were passed over, as they hold a null. `default` is what the source itself has
+    for keys that are not there.
     """
 
     file: str
@@ -73,6 +73,7 @@ class Block:
     times: Times | None = None
     kept: np.ndarray | None = None  # where some are left out, the number of each row that is there, from `first` on
     left_out: int = 0
+    default: np.ndarray | None = None
 
     def row(self, i: int) -> int:
         """The number in the file of the block's row `i`."""
@@ -93,6 +94,7 @@ class Wanted:
     """Names of the columns of keys, vectors and times (None: there are none), and the type to convert keys to, if any.
 
     skip_nulls: pass over rows that hold a null; else they are errors. dim: numbers of a vector, where that is said.
+    integers: vectors of integers are meant, and no codes. has_default: the caller says what absent keys get.
     """
 
     key: str
@@ -101,6 +103,8 @@ class Wanted:
     time: str | None
     skip_nulls: bool = False
     dim: int | None = None
+    integers: bool = False
+    has_default: bool = False
 
 
 def blocks(source: Any, wanted: Wanted) -> Iterator[Block]:
@@ -136,7 +140,7 @@ def bad_row(reason: str, file: str, row: int) -> SnapshotError:
 
 def _chosen(schema: pa.Schema, wanted: Wanted, folders: Mapping[str, pa.Scalar] | None = None) -> Chosen:
     names = wanted.key, wanted.vector, wanted.key_type, wanted.time
-    return choose_columns(schema, *names, dim=wanted.dim, folders=folders)
+    return choose_columns(schema, *names, dim=wanted.dim, integers=wanted.integers, folders=folders)
 
 
 def as_paths(source: Any) -> list[Path] | None:
@@ -211,15 +215,22 @@ def _opened(place: RowsPlace, wanted: Wanted) -> Iterator[Block]:
     if place.kind is RowsKind.TENSORS:
         if not isinstance(wanted.vector, str):
             raise SnapshotError(f"expected one tensor of rows, got {len(wanted.vector)} names", file=file)
-        return _of_parts(file, rows_in_tensors(_tensors(place.files), wanted.key, wanted.vector), wanted)
+        parts = rows_in_tensors(
+            _tensors(place.files),
+            wanted.key,
+            wanted.vector,
+            integers=wanted.integers,
+            has_default=wanted.has_default,
+        )
+        return _of_parts(file, parts, wanted)
     with _errors_naming(file):
         read = {RowsKind.PAIRS: read_pairs, RowsKind.HUGECTR: read_hugectr, RowsKind.TEXT: read_text}[place.kind]
         return _of_parts(file, read(place.path, wanted.dim), wanted)
 
 
 def _tensors(files: Sequence[Path]) -> list[NamedTensors]:
-    """The tensors of files, in order; arrays of one folder are together."""
-    found = [_tensors_of(file) for file in files if file.suffix.lower() != NPY]
+    """The tensors of files; arrays of one folder are together, and so are shards."""
+    found = put_together([_tensors_of(file) for file in files if file.suffix.lower() != NPY])
     for folder in npy_folders(files):
         with _errors_naming(str(folder[0])):
             found.append(read_npy_files(folder))
@@ -248,13 +259,15 @@ def _of_parts(file: str, parts: Iterator[RowsPart], wanted: Wanted) -> Iterator[
                 try:
                     keys = converted(pa.array(keys), key_type, wanted.key)
                 except UnfitRow as error:
-                    raise bad_row(error.reason, part.place, part.first + error.row) from error
-            yield Block(part.place, part.first, key_type, keys, part.vectors)
+                    row = error.row if part.kept is None else int(part.kept[error.row])
+                    raise bad_row(error.reason, part.place, part.first + row) from error
+            yield Block(part.place, part.first, key_type, keys, part.vectors, kept=part.kept, default=part.default)
 
 
 def _of_file(place: RowsPlace, wanted: Wanted) -> Iterator[Block]:
     """Blocks of a file of columns. One without rows has none, whatever its columns: their types are then often null."""
     data = _dataset(place.path)
+    _refuse_delta(data)
     try:
         chosen = _chosen(data.schema, wanted, dict(place.folders))
     except InvalidInput as error:
@@ -306,17 +319,57 @@ def _of_columns(columns: Mapping[str, Any], wanted: Wanted) -> Iterator[Block]:
         raise InvalidInput(f"expected a column {missing[0]!r}; there are {', '.join(map(repr, columns)) or 'none'}")
     keys = columns[key]
     if isinstance(vector, str):
-        rows = vector_rows(columns[vector])
+        rows = vector_rows(columns[vector], integers=wanted.integers)
     else:
-        rows = np.stack([np.asarray(columns[name]) for name in vector], axis=1)
+        rows = _side_by_side(columns, vector, wanted.integers)
     if len(keys) != len(rows):
         raise InvalidInput(f"expected a vector for each key, got {len(keys)} keys and {len(rows)} vectors")
     times = None if wanted.time is None else as_times(columns[wanted.time])
     yield Block("the table", 0, wanted.key_type or guessed_key_type(keys), keys, rows, times)
 
 
+def _side_by_side(columns: Mapping[str, Any], names: Sequence[str], integers: bool) -> np.ndarray:
+    """Vectors of one column a number. They are integers where all of them are, as in files of such columns."""
+    arrays = [np.asarray(columns[name]) for name in names]
+    for name, array in zip(names, arrays, strict=True):
+        if array.ndim != 1 or array.dtype.kind not in "fiu":
+            raise InvalidInput(f"column {name!r}: expected numbers, got {list(array.shape)} of {array.dtype}")
+        if len(array) != len(arrays[0]):
+            raise InvalidInput(f"column {name!r}: expected {len(arrays[0])} numbers, as before, got {len(array)}")
+    if not integers and all(array.dtype.kind in "iu" for array in arrays):
+        raise InvalidInput(
+            f"columns {names[0]!r} to {names[-1]!r}: {refused_integers(arrays[0].dtype)}. {TAKE_INTEGERS}"
+        )
+    return np.stack(arrays, axis=1)
+
+
+_PHYSICAL_NAME = b"delta.columnMapping.physicalName"
+
+
+def _refuse_delta(source: Any) -> None:
+    """Raise InvalidInput for a Delta table in PyArrow's hands that gives other rows than the table has.
+
+    Where its columns are mapped, PyArrow looks the columns up in the files by the table's names for them, and finds
+    nulls, or a column that had this name once. A dataset of plain files knows no log. QueryBuilder reads both right;
+    what it gives is no object of PyArrow.
+    """
+    mapped = [one.name for one in source.schema if one.metadata is not None and _PHYSICAL_NAME in one.metadata]
+    if mapped:
+        raise InvalidInput(
+            f"columns {', '.join(map(repr, mapped[:3]))} are of a Delta table with column mapping, whose files have "
+            f"them under other names: PyArrow reads nulls there, or what had the name before. {DELTA_ADVICE}"
+        )
+    if isinstance(source, ds.FileSystemDataset) and isinstance(source.filesystem, LocalFileSystem):
+        for folder in {Path(file).parent for file in source.files}:
+            reason = log_above(folder / "file")
+            if reason is not None:
+                raise InvalidInput(reason)
+
+
 def _reader(source: Any) -> pa.RecordBatchReader:
     """Arrow batches of a frame, a table, or any object with Arrow's C stream interface."""
+    if isinstance(source, (ds.Dataset, pa.Table, pa.RecordBatch, pa.RecordBatchReader)):
+        _refuse_delta(source)
     if isinstance(source, pa.RecordBatch):
         source = pa.Table.from_batches([source])
     if isinstance(source, ds.Dataset):
@@ -325,12 +378,15 @@ def _reader(source: Any) -> pa.RecordBatchReader:
         return source.to_reader(_BATCH_ROWS)
     if type(source).__name__ == "LazyFrame":  # of Polars
         source = source.collect()
+    if type(source).__module__.startswith("dask"):
+        raise InvalidInput("got a frame of Dask: write it by to_parquet(…) and pass the path, or pass its compute()")
     if hasattr(source, "iloc"):  # pandas: a named index may be the key
         named = any(name is not None for name in source.index.names)
         return pa.Table.from_pandas(source, preserve_index=named).to_reader(_BATCH_ROWS)
     if hasattr(source, "__arrow_c_stream__"):
         return pa.RecordBatchReader.from_stream(source)
+    name = type(source).__name__
     raise InvalidInput(
         "expected paths, a data frame (pandas, Polars, DuckDB), Arrow data or a mapping of columns, got "
-        f"{type(source).__name__}; write it as Parquet and pass the path"
+        f"{name}{f'. {DELTA_ADVICE}' if name == 'DeltaTable' else '; write it as Parquet and pass the path'}"
     )

@@ -53,7 +53,7 @@ class TableSource:
         ttl_s: rows that were not written for so long expire.
         features: by default one with the table's name.
         dim: numbers of a vector, as for `import_table`.
-        on_null: as for `import_table`; so is `on_duplicate`.
+        on_null: as for `import_table`; so are `on_duplicate` and `integers`.
     """
 
     name: str
@@ -62,19 +62,21 @@ class TableSource:
     vector: str | Sequence[str] = "vector"
     key_type: str | None = None
     dtype: str | None = None
-    default: str | Sequence[float] = "zeros"
+    default: str | Sequence[float] | None = None
     features: tuple[Feature, ...] = field(default=())
     ttl_s: int | str | None = None
     time_column: str | None = None
     on_null: str = "fail"
     on_duplicate: str = "fail"
     dim: int | None = None
+    integers: bool = False
 
     @property
     def wanted(self) -> Wanted:
         """What is read of the source."""
         key_type = None if self.key_type is None else KeyType(self.key_type)
-        return Wanted(self.key, self.vector, key_type, self.time_column, self.on_null == "skip", self.dim)
+        how = {"skip_nulls": self.on_null == "skip", "integers": self.integers, "has_default": self.default is not None}
+        return Wanted(self.key, self.vector, key_type, self.time_column, dim=self.dim, **how)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,12 +105,13 @@ def import_table(
     padding_key: int | str | None = None,
     key_type: str | None = None,
     dtype: str | None = None,
-    default: str | Sequence[float] = "zeros",
+    default: str | Sequence[float] | None = None,
     ttl_s: int | str | None = None,
     time_column: str | None = None,
     on_null: str = "fail",
     on_duplicate: str = "fail",
     dim: int | None = None,
+    integers: bool = False,
     dense: Paths | bytes | None = None,
     out: Paths | None = None,
     version: int | None = None,
@@ -131,7 +134,8 @@ def import_table(
             padding_key: a key that never counts.
         key_type: `int64`, `uint64` or `string`; default that of the column.
         dtype: how rows are stored: default float16 where the vectors are, else float32.
-        default: the vector of keys that the table does not hold: `zeros`, `mean`, or `dim` numbers.
+        default: the vector of keys that the table does not hold: `zeros`, `mean`, or `dim` numbers. Else it is the
+            source's own where that has one (TorchRec's managed collisions), else zeros.
         ttl_s: rows that were not written for so long expire: seconds, or a time such as `30d`. time_column:
             the column that says when each row was written (seconds since 1970, timestamps or dates); default
             the time of the import for all.
@@ -140,6 +144,8 @@ def import_table(
             It reads the keys first, and holds them in memory.
         dim: numbers of a vector: other vectors are refused. Files that do not say it (HugeCTR, TFRA, dynamicemb) are
             compared with it.
+        integers: vectors of integers are the numbers themselves; else they are refused, as most such are the codes of
+            a quantized table, whose numbers follow from scales that are elsewhere.
         dense: an ONNX file that scores the rows. left_out: called at the end of the table with what was left out.
         out: the directory; default `snapshots/<model>/<version>`. version: default the time, as 20261120093000.
         delta_seq: deltas up to this one are in the rows already.
@@ -147,7 +153,20 @@ def import_table(
     SnapshotError names file, row and reason.
     """
     features = (Feature(feature or table, combiner, padding_key),)
-    columns = (key, vector, key_type, dtype, default, features, ttl_s, time_column, on_null, on_duplicate, dim)
+    columns = (
+        key,
+        vector,
+        key_type,
+        dtype,
+        default,
+        features,
+        ttl_s,
+        time_column,
+        on_null,
+        on_duplicate,
+        dim,
+        integers,
+    )
     one = TableSource(table, source, *columns)
     calls: dict[str, Any] = {"progress": progress, "left_out": left_out}
     return import_tables([one], model=model, dense=dense, out=out, version=version, delta_seq=delta_seq, **calls)
@@ -225,7 +244,8 @@ def _check_declared(tables: Sequence[TableSource], **head: Any) -> None:
     for table in tables:
         of_table = table.features or (Feature(table.name),)
         texts = any(isinstance(feature.padding_key, str) and feature.hash is None for feature in of_table)
-        default = table.default if isinstance(table.default, str) else [float(x) for x in table.default]
+        given = "zeros" if table.default is None else table.default
+        default = given if isinstance(given, str) else [float(x) for x in given]
         entries.append(
             {
                 "name": table.name,
@@ -263,17 +283,18 @@ def _import_one(snapshot: SnapshotWriter, table: TableSource, done: int, report:
         _check_block(block, table, writer, dtype)
         if writer is None:
             dtype = dtype or (StorageDtype.FLOAT16 if block.vectors.dtype == np.float16 else StorageDtype.FLOAT32)
+            own = "zeros" if block.default is None else block.default.tolist()
             writer = snapshot.table(
                 table.name,
                 dim=block.vectors.shape[1],
                 dtype=dtype,
                 key=block.key_type,
-                default=table.default,
+                default=own if table.default is None else table.default,
                 ttl_s=table.ttl_s,
                 time_column=None if table.time_column is None else TIME,
             )
         try:
-            writer.write(block.keys, block.vectors, block.times)
+            writer.write(block.keys, as_vectors(block.vectors), block.times)
         except InvalidInput as error:
             found = _not_finite(block.vectors, writer.dtype)
             if found is None:
@@ -281,6 +302,8 @@ def _import_one(snapshot: SnapshotWriter, table: TableSource, done: int, report:
             row, reason = found
             raise bad_row(reason, block.file, block.row(row)) from error
         report(done + seen + nulls)
+    if last is not None and seen != len(last):
+        raise InvalidInput(_TWICE)
     if writer is None:
         left = f": {nulls} rows with a null were left out" if nulls else ""
         raise SnapshotError(
@@ -325,10 +348,13 @@ def _not_finite(vectors: npt.NDArray[Any], dtype: StorageDtype) -> tuple[int, st
     return None
 
 
+_TWICE = "expected a source that can be read twice to find duplicate keys, got a reader of batches: give all as a table"
+
+
 def _last_rows(table: TableSource) -> npt.NDArray[np.bool_]:
     """Which rows of a table are the last of their key, of all that are read. Reads the source once."""
-    if isinstance(table.source, pa.RecordBatchReader):
-        raise InvalidInput("expected a source that can be read twice to find duplicate keys, got a reader of batches")
+    if hasattr(table.source, "read_next_batch") or hasattr(table.source, "__next__"):  # of PyArrow, arro3 and others
+        raise InvalidInput(_TWICE)
     read = (block.keys for block in blocks(table.source, table.wanted) if len(block.keys))
     keys = [one if isinstance(one, pa.Array) else pa.array(np.asarray(one)) for one in read]
     if len({one.type for one in keys}) != 1:  # which the import refuses

@@ -27,12 +27,13 @@ class _TableEntry(_Strict):
     vector: str | list[str] = "vector"
     key_type: str | None = None
     dtype: str | None = None
-    default: str | list[float] = "zeros"
+    default: str | list[float] | None = None
     ttl_s: int | str | None = None
     time_column: str | None = None
     on_null: str = "fail"
     on_duplicate: str = "fail"
     dim: int | None = None
+    integers: bool = False
     features: dict[str, _FeatureEntry] = Field(default_factory=dict)
 
 
@@ -78,4 +79,5 @@ def _source(name: str, entry: _TableEntry, root: Path) -> TableSource:
         entry.on_null,
         entry.on_duplicate,
         entry.dim,
+        entry.integers,
     )

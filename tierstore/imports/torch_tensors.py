@@ -48,7 +48,7 @@ def read_saved(path: Path) -> NamedTensors:
     return NamedTensors(
         path,
         {name: _kind(tensor.shape, tensor.dtype) for name, tensor in tensors.items()},
-        lambda names: _slices([tensors[name] for name in names]),
+        lambda names, first: _slices([tensors[name] for name in names], first),
     )
 
 
@@ -70,13 +70,13 @@ def read_distributed(path: Path) -> NamedTensors:
         name: _kind(entry.size, entry.properties.dtype) for name, entry in entries.items() if hasattr(entry, "size")
     }
 
-    def read(names: list[str]) -> Iterator[tuple[np.ndarray, ...]]:
+    def read(names: list[str], first: int) -> Iterator[tuple[np.ndarray, ...]]:
         state = {name: torch.empty(kinds[name].shape, dtype=entries[name].properties.dtype) for name in names}
         try:
             checkpoint.load(state, checkpoint_id=str(path), no_dist=True)
         except Exception as error:
             raise failure(error) from error
-        return _slices([state[name] for name in names])
+        return _slices([state[name] for name in names], first)
 
     return NamedTensors(path, kinds, read)
 
@@ -85,8 +85,8 @@ def _kind(shape: Any, dtype: Any) -> TensorKind:
     return TensorKind(tuple(shape), str(dtype).removeprefix("torch."))
 
 
-def _slices(tensors: Sequence[Any]) -> Iterator[tuple[np.ndarray, ...]]:
-    for first in range(0, len(tensors[0]), BATCH_ROWS):
+def _slices(tensors: Sequence[Any], begin: int) -> Iterator[tuple[np.ndarray, ...]]:
+    for first in range(begin, len(tensors[0]), BATCH_ROWS):
         yield tuple(_as_numpy(tensor[first : first + BATCH_ROWS]) for tensor in tensors)
 
 

@@ -138,7 +138,10 @@ def _own(out: Path) -> Iterator[None]:
             raise StorageError(f"cannot use {out}: {error.strerror or error}") from error
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            yield
+            try:
+                yield
+            finally:
+                fcntl.flock(descriptor, fcntl.LOCK_UN)  # a child that was forked meanwhile has it open too
         except BlockingIOError:
             raise Locked(f"another process builds in {out}") from None
         finally:

@@ -31,6 +31,7 @@ from tierstore.formats.snapshot.reader import Snapshot
 from tierstore.ingest.tasks import RESULTS, Task
 from tierstore.ingest.worker import describe, run_task
 from tierstore.kernels import child_environment
+from tierstore.machine import end_first
 from tierstore.tiers.background import yield_to_requests
 
 log = logging.getLogger(__name__)
@@ -234,6 +235,7 @@ def start(stderr: Path) -> subprocess.Popen[bytes]:
     except OSError as error:
         raise StorageError(f"cannot start a load helper ({sys.executable}): {error.strerror or error}") from error
     _lower_priority(process.pid)
+    end_first(process.pid)  # a load can be begun again
     return process
 
 

@@ -24,12 +24,14 @@ _OURS = frozenset(
         "allow.auto.create.topics",
     ]
 )
+_COMMITTED = "read_committed"
 
 
 def confluent_kafka() -> Any:
-    """The module. MissingExtra where it is not installed."""
+    """The module, with its `admin`. MissingExtra where it is not installed."""
     try:
         import confluent_kafka
+        import confluent_kafka.admin
     except ImportError as error:
         raise MissingExtra(f"kafka: {MISSING}") from error
     return confluent_kafka
@@ -58,14 +60,18 @@ def merged(ours: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any
     """Our properties and a user's. ConfigError where the user's would replace one that delivery depends on."""
     if refused := sorted(_OURS & options.keys()):
         raise ConfigError(f"kafka: {', '.join(refused)} cannot be set: tierstore sets it itself")
+    if (level := options.get("isolation.level", _COMMITTED)) != _COMMITTED:
+        raise ConfigError(
+            f"kafka: isolation.level: expected {_COMMITTED}, got {level!r}: aborted transactions never count"
+        )
     return {**ours, **options}
 
 
 def make(kind: str, properties: Mapping[str, Any]) -> Any:
-    """A Consumer or a Producer. ConfigError for properties that librdkafka refuses."""
+    """A Consumer, Producer or AdminClient. ConfigError for properties that librdkafka refuses."""
     module = confluent_kafka()
     try:
-        return getattr(module, kind)(dict(properties))
+        return getattr(module if hasattr(module, kind) else module.admin, kind)(dict(properties))
     except (module.KafkaException, ValueError, TypeError) as error:
         raise ConfigError(f"kafka: {text_of(error)}") from error
 

@@ -155,5 +155,6 @@ def check_retry(record: Parked) -> None:
         )
     if not record.complete:
         raise InvalidInput(
-            f"{record.id} holds only some parts of the delta: raise max_delta and load a snapshot, or skip it"
+            f"{record.id} holds only some parts of the delta: write that delta again (above max_delta, raise that "
+            "first), load a snapshot, or skip it"
         )

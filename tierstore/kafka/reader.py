@@ -15,17 +15,31 @@ from typing import Any, NamedTuple
 
 from tierstore.errors import NotFound
 from tierstore.kafka import client
+from tierstore.kafka.admin import TopicAdmin
 from tierstore.kafka.messages import KafkaMessage
 from tierstore.kafka.registry import PROPERTIES
 
 logger = logging.getLogger(__name__)
 
 METADATA_S = 5.0  # that a request for metadata may take
+ID_S = 0.5  # that a start waits for the id of a topic, where it is not known that the brokers give one
+LATE_ID_S = 0.1  # that reading stands still for it: an answer that comes later counts at the next question
 BATCH = 64  # messages that are handed over at a time
 QUEUED_KBYTES = 64 << 10  # that librdkafka reads ahead
 LOOK_S = 5.0  # between questions how far partitions go of which nothing is read
 LOOK_TIMEOUT_S = 1.0
+_TRUNCATED = "log truncation"  # librdkafka's word for it: the error's code is that of any offset that is not there
 STANDS_S = 10.0  # without a message of a partition that has some, after which it stands still
+
+
+class Topic(NamedTuple):
+    """A topic as the brokers have it. topic_id: another one once it was deleted and made again; empty where the brokers
+    do not say it (Kafka before 2.8, or no right to describe the topic).
+    """
+
+    cluster: str
+    topic_id: str
+    partitions: list[int]
 
 
 class _Stood(NamedTuple):
@@ -62,12 +76,14 @@ class TopicReader:
             "logger": logging.getLogger("tierstore.kafka.librdkafka"),
         }
         self._consumer = client.make("Consumer", {**client.merged(ours, _of_brokers(options)), **handlers})
+        self._admin = TopicAdmin(brokers, topic, _of_brokers(options))
         self.problem: str | None = None  # why no broker can be read
         self.positions: dict[int, int] = {}  # partition → the offset that is read next
         self.went_back: set[int] = set()  # partitions that had less than was read already: truncated, or made anew
+        self.gone: list[int] = []  # partitions that were read before, and that the topic no longer has
         self.lost: Counter[int] = Counter()  # partition → offsets that the brokers no longer had when it was their turn
         self._at_end: set[int] = set()
-        self._out_of_range: list[int] = []
+        self._out_of_range: dict[int, bool] = {}  # partitions to go on in; whether their end was cut off
         self._paused = False
         self._next_look_s = 0.0
         self._looked_at: dict[int, int] = {}  # partition → its position at the last look
@@ -80,8 +96,9 @@ class TopicReader:
             self.problem = client.text_of(error)
         logger.debug("kafka: %s", client.text_of(error))
 
-    def partitions(self) -> tuple[str, list[int]]:
-        """(the cluster's id, the topic's partitions), as the brokers have them now."""
+    def describe(self, id_wait_s: float = ID_S) -> Topic:
+        """The topic, as the brokers have it now."""
+        self._admin.ask_id()
         try:
             metadata = self._consumer.list_topics(self._topic, METADATA_S)
         except self._kafka.KafkaException as error:
@@ -92,7 +109,7 @@ class TopicReader:
         if topic is None or topic.error is not None or not topic.partitions:
             why = "it has no partitions" if topic is None or topic.error is None else client.text_of(topic.error)
             raise NotFound(f"kafka: no topic {self._topic!r} at {self._brokers}: {why}")
-        return str(metadata.cluster_id), sorted(topic.partitions)
+        return Topic(str(metadata.cluster_id), self._admin.topic_id(id_wait_s), sorted(topic.partitions))
 
     def assign(self, positions: Mapping[int, int]) -> None:
         """Read these partitions, each from its offset. A reader that is paused stays so."""
@@ -110,17 +127,18 @@ class TopicReader:
         found = [first, *self._consumer.consume(self._batch - 1, 0)]
         messages = [read for read in map(self._received, found) if read is not None]
         if self._out_of_range:
-            self.seek({partition: self._go_on(partition) for partition in self._out_of_range})
+            self.seek({partition: self._go_on(partition, cut) for partition, cut in self._out_of_range.items()})
             self._out_of_range.clear()
         return messages
 
-    def _go_on(self, partition: int) -> int:
-        """The oldest offset of a partition that has not the next one: it was deleted as too
-        old, or the topic was made anew.
+    def _go_on(self, partition: int, is_cut: bool) -> int:
+        """Where to go on in a partition that has not the next offset: at its oldest one. The next was deleted as too
+        old, or the topic was made anew, or a leader was elected that lacked the end (`is_cut`): what was written since
+        has offsets that were read already.
         """
         low, high = self._watermarks(partition, cached=False)
         position = self.positions[partition]
-        if low <= position <= high:  # a broker that became the leader a moment ago had less
+        if low <= position <= high and not is_cut:  # a broker that became the leader a moment ago had less
             return position
         if low > position:
             logger.warning(
@@ -143,7 +161,7 @@ class TopicReader:
                 self._move(partition, offset)
                 self.problem = None
             elif error.code() == self._kafka.KafkaError._AUTO_OFFSET_RESET:
-                self._out_of_range.append(partition)
+                self._out_of_range[partition] = _TRUNCATED in str(error.str()).lower()
             else:
                 logger.warning("kafka: %s, partition %d: %s", self._topic, partition, client.text_of(error))
             return None
@@ -189,23 +207,32 @@ class TopicReader:
 
     @property
     def at_end(self) -> bool:
-        """Whether everything that the partitions hold was read."""
-        return self._at_end >= self.positions.keys()
+        """Whether everything that the partitions hold was read: also what a transaction that is open holds back."""
+        return self._at_end >= self.positions.keys() and all(
+            end <= self.positions.get(one, end) for one, end in self._ends.items()
+        )
 
     def beginning(self) -> dict[int, int]:
         """Partition → the oldest offset that the broker has."""
         return {partition: self._watermarks(partition, cached=False)[0] for partition in self.positions}
 
     def at_time(self, timestamp_ms: int) -> dict[int, int]:
-        """Partition → the first offset at that time or later; the oldest one where the broker does not say."""
+        """Partition → the first offset at that time or later; the end where there is none."""
+        # before: what comes while the brokers are asked lies behind these. An open transaction is not passed by either
+        ends = {partition: self._watermarks(partition, cached=False)[1] for partition in self.positions}
         try:
             found = self._consumer.offsets_for_times(
                 [self._at(partition, timestamp_ms) for partition in self.positions], METADATA_S
             )
         except self._kafka.KafkaException as error:
             raise client.unreachable(self._brokers, error) from error
-        oldest = self.beginning()
-        return {one.partition: one.offset if one.offset >= 0 else oldest[one.partition] for one in found}
+        for one in found:
+            if one.error is not None or one.offset < self._kafka.OFFSET_END:
+                why = (
+                    f"partition {one.partition} of {self._topic!r}, by time: {client.text_of(one.error or one.offset)}"
+                )
+                raise client.unreachable(self._brokers, why)
+        return {one.partition: one.offset if one.offset >= 0 else ends[one.partition] for one in found}
 
     def look(self) -> None:
         """Ask the brokers, now and then, how far those partitions go of which nothing is read: what librdkafka
@@ -217,28 +244,29 @@ class TopicReader:
         if now_s < self._next_look_s or not still:
             return
         self._next_look_s = now_s + LOOK_S
-        try:
-            ends = [self._at(one, self._kafka.OFFSET_END) for one in still]
-            found = self._consumer.offsets_for_times(ends, LOOK_TIMEOUT_S)
-        except self._kafka.KafkaException as error:
+        ends = self._admin.ends(still, LOOK_TIMEOUT_S, committed=False)
+        if any(isinstance(end, str) for end in ends.values()):
             self._next_look_s += LOOK_S  # nothing is read while one waits for it
-            for partition in still:
-                self._note(partition, now_s, client.text_of(error))
-            return
-        for one in found:
-            if one.error is not None:
-                self._note(one.partition, now_s, client.text_of(one.error))
-                continue
-            self._ends[one.partition] = one.offset
-            self._note(one.partition, now_s, None)
+        self._ends |= {one: end for one, end in ends.items() if isinstance(end, int)}
+        beyond = [one for one in still if self._ends.get(one, 0) > self.positions[one]]
+        stable = self._admin.ends(beyond, LOOK_TIMEOUT_S, committed=True)  # after: so what lies between is not settled
+        for one in still:
+            end = ends[one]
+            self._note(one, now_s, end if isinstance(end, str) else None, stable.get(one))
 
-    def _note(self, partition: int, now_s: float, error: str | None) -> None:
-        """Nothing was read of a partition since the look before."""
-        more = self._ends.get(partition, 0) - self.positions[partition]
+    def _note(self, partition: int, now_s: float, error: str | None, stable: int | str | None) -> None:
+        """Nothing was read of a partition since the look before. stable: where the first open transaction begins."""
+        position = self.positions[partition]
+        more = self._ends.get(partition, 0) - position
         if self._paused or (error is None and more <= 0):
             self._stood.pop(partition, None)
             return
-        why = f"{more} messages more are there" if error is None else f"the brokers do not say what is there: {error}"
+        if error is not None:
+            why = f"the brokers do not say what is there: {error}"
+        elif isinstance(stable, int) and stable <= position:
+            why = f"a transaction is open since offset {stable}, and {more} messages wait until it ends"
+        else:
+            why = f"{more} messages more are there"
         since_s = self._stood[partition].since_s if partition in self._stood else now_s
         self._stood[partition] = _Stood(since_s, why)
 
@@ -250,13 +278,20 @@ class TopicReader:
             for one, stood in sorted(self._stood.items())
             if now_s - stood.since_s >= STANDS_S
         ]
+        if self.gone:
+            numbers = ", ".join(map(str, self.gone[:10]))
+            texts.insert(
+                0,
+                f"the topic no longer has partition {numbers}: it was deleted and made again, and its brokers give no "
+                "id that tells its messages from the old ones; produce again what is missing, or load a snapshot",
+            )
         return "; ".join(texts[:3]) or None
 
     def lag(self) -> dict[int, int]:
         """Partition → messages that the brokers have and that were not read yet, as far as is known.
 
         Where the end was read there are none, though offsets may follow, those of aborted transactions, until the
-        brokers have more.
+        brokers have more. Behind a transaction that is open there are some.
         """
         lags = {}
         for partition, position in list(self.positions.items()):
@@ -271,6 +306,8 @@ class TopicReader:
             if cached:
                 return 0, 0
             raise client.unreachable(self._brokers, error) from error
+        if found is None and not cached:  # no answer is none that the partition is empty
+            raise client.unreachable(self._brokers, f"nothing of partition {partition} of {self._topic!r} in time")
         return found or (0, 0)
 
     def commit(self, positions: Mapping[int, int]) -> None:

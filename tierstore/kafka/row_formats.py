@@ -20,6 +20,7 @@ from google.protobuf.message import DecodeError
 
 from tierstore.errors import ConfigError, DeltaError, MissingExtra
 from tierstore.kafka.client import MISSING
+from tierstore.kafka.envelopes import MARKS
 from tierstore.kafka.registry import PROPERTIES, Registry
 
 Decode = Callable[[bytes], Any]  # the content of a message → an object or a single value; DeltaError
@@ -165,12 +166,14 @@ class ProtobufFiles:
     def decoder(self, names: Sequence[str], *, message: str | None = None, path: Sequence[int] = (0,)) -> Decode:
         """A decoder of the message type of that full name, or at that place in the file.
 
-        It gives the fields of these names that it has.
+        It gives the fields of these names that it has, and those that mark a row as deleted.
         """
         kind = self._class_of(self._name_at(path) if message is None else message)
         fields = [field for name in names if (field := kind.DESCRIPTOR.fields_by_name.get(name)) is not None]
         if not fields:
             raise DeltaError(f"Protobuf message {kind.DESCRIPTOR.full_name}: it has none of {', '.join(names)}")
+        marks = [kind.DESCRIPTOR.fields_by_name.get(name) for name in MARKS if name not in names]
+        fields += [field for field in marks if field is not None and field.type in (field.TYPE_STRING, field.TYPE_BOOL)]
 
         def decode(data: bytes) -> Any:
             try:

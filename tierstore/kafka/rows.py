@@ -15,10 +15,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from tierstore.config.sources import Envelope
 from tierstore.errors import ConfigError, DeltaError, InvalidInput, TierstoreError
 from tierstore.formats.delta.writer import DeltaWriter
 from tierstore.formats.keys import as_codes
 from tierstore.formats.times import parse_time
+from tierstore.kafka import envelopes
 from tierstore.kafka.messages import KafkaMessage
 from tierstore.kafka.row_formats import Decode, text_decoder
 from tierstore.kernels import codec
@@ -44,10 +46,13 @@ class Row(NamedTuple):
 
 
 class RowReader:
-    """Reads rows off messages. names: the fields that are called otherwise, by `key`, `vector`, `event_time`."""
+    """Reads rows off messages. names: the fields that are called otherwise, by `key`, `vector`, `event_time`.
+    envelope: what lies around them.
+    """
 
-    def __init__(self, value: Decode, key: Decode, names: Mapping[str, str]) -> None:
+    def __init__(self, value: Decode, key: Decode, names: Mapping[str, str], envelope: Envelope = "none") -> None:
         self._value, self._key = value, key
+        self._unwrap, self._unwrap_key = envelopes.unwrapper(envelope), envelopes.key_unwrapper(envelope)
         self._key_name, self._vector_name, self._event_name = field_names(names)
 
     def read(self, table: str, message: KafkaMessage) -> Row:
@@ -60,16 +65,18 @@ class RowReader:
             raise DeltaError(f"it cannot be read: {type(error).__name__}: {str(error)[:_SHOWN]}") from error
 
     def _read(self, table: str, message: KafkaMessage) -> Row:
-        if message.is_null:
+        found, is_deleted = (None, True) if message.is_null else self._unwrap(self._value(message.value))
+        if found is None and is_deleted:
             return Row(table, self._own_key(message), None, message.timestamp_ms, message)
-        found = self._value(message.value)
         if not isinstance(found, dict):
             raise DeltaError(f"expected an object with a field {self._vector_name!r}, got {type(found).__name__}")
         try:
-            vector = found[self._vector_name]
+            vector = None if is_deleted else found[self._vector_name]
         except KeyError:
             names = ", ".join(map(repr, list(found)[:10])) or "none"
-            raise DeltaError(f"expected a field {self._vector_name!r} (null deletes the row), got {names}") from None
+            raise DeltaError(
+                f"expected a field {self._vector_name!r} (null deletes the row), got {names}{envelopes.hint(found)}"
+            ) from None
         key, event = found.get(self._key_name), found.get(self._event_name)
         if key is None:
             key = self._own_key(message)
@@ -81,12 +88,13 @@ class RowReader:
             raise DeltaError(
                 f"expected a key, in the field {self._key_name!r} or as the message's own; there is neither"
             )
-        found = self._key(message.key)
+        found = self._unwrap_key(self._key(message.key))
         if not isinstance(found, dict):
             return found
         if len(found) != 1 and self._key_name not in found:
             raise DeltaError(
                 f"the message's key: expected a field {self._key_name!r}, got {', '.join(map(repr, found))}"
+                f"{envelopes.hint(found)}"
             )
         return found.get(self._key_name, next(iter(found.values())))
 

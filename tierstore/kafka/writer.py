@@ -9,16 +9,17 @@ from __future__ import annotations
 import io
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from tierstore.errors import DeltaError, InvalidInput, NotFound, Unreachable
 from tierstore.formats.delta.writer import DeltaWriter
 from tierstore.formats.names import MAX_ORDINAL
 from tierstore.formats.times import Moment
 from tierstore.kafka import client
-from tierstore.kafka.messages import KafkaMessage, head_of, read_checked, split
+from tierstore.kafka.admin import TopicAdmin
+from tierstore.kafka.messages import Head, KafkaMessage, head_of, read_checked, split
 from tierstore.trace_context import current_trace
 from tierstore.types import check_name
 
@@ -26,6 +27,8 @@ MAX_MESSAGE = 900_000  # bytes; below the brokers' usual limit of 1 MB, with its
 _METADATA_S = 30.0
 _SCAN = 256  # messages that are read at a time, from the end, to find the newest seq
 _FULL_S = 0.05
+_OPEN_S = 30.0  # that it is waited for transactions of others
+_OPEN_POLL_S = 0.2
 
 
 @dataclass(slots=True)
@@ -175,9 +178,11 @@ class KafkaDeltaWriter:
 def newest_seq(brokers: str, topic: str, model: str, options: Mapping[str, Any] | None = None) -> int | None:
     """The newest seq of a model in a topic, or None where it has none.
 
-    Reads the partitions backwards until one is found.
+    A delta of which parts are missing at the end does not count: what wrote it ended between them, and writes it again.
+    Reads the partitions backwards until one is found. Waits for transactions that are open, anybody's, as nothing
+    behind them can be read; Unreachable if that takes more than 30 seconds.
     """
-    kafka = client.confluent_kafka()
+    kafka, options = client.confluent_kafka(), dict(options or {})
     ours = {
         "bootstrap.servers": brokers,
         "group.id": "tierstore-writer",
@@ -185,34 +190,86 @@ def newest_seq(brokers: str, topic: str, model: str, options: Mapping[str, Any] 
         "enable.partition.eof": True,
         "auto.offset.reset": "earliest",
         "allow.auto.create.topics": False,
+        "isolation.level": "read_committed",
     }
-    consumer = client.make("Consumer", client.merged(ours, options or {}))
+    consumer = client.make("Consumer", client.merged(ours, options))
     try:
         found = consumer.list_topics(topic, _METADATA_S).topics.get(topic)
         if found is None or found.error is not None:
             raise NotFound(f"kafka: no topic {topic!r} at {brokers}")
-        seqs = [_newest_in(consumer, kafka, topic, partition, model) for partition in found.partitions]
-        return max((seq for seq in seqs if seq is not None), default=None)
+        ends = _ends(TopicAdmin(brokers, topic, options), list(found.partitions), brokers, topic)
+        whole, cut = set[int](), set[int]()
+        for partition, end in ends.items():
+            low, _ = consumer.get_watermark_offsets(kafka.TopicPartition(topic, partition), timeout=_METADATA_S)
+            seqs = _newest_in(consumer, kafka, kafka.TopicPartition(topic, partition, low), end, model)
+            whole |= seqs.whole
+            cut |= seqs.cut
+        newest = max(whole, default=0)
+        later = [seq for seq in cut if seq > newest]
+        return min(later) - 1 if later else newest or None
     except kafka.KafkaException as error:
         raise client.unreachable(brokers, error) from error
     finally:
         consumer.close()
 
 
-def _newest_in(consumer: Any, kafka: Any, topic: str, partition: int, model: str) -> int | None:
-    low, high = consumer.get_watermark_offsets(kafka.TopicPartition(topic, partition), timeout=_METADATA_S)
-    end, step = high, _SCAN
-    while end > low:
-        begin = max(low, end - step)
-        seqs = [seq for seq in _seqs(consumer, kafka, kafka.TopicPartition(topic, partition, begin), end, model) if seq]
-        if seqs:
-            return max(seqs)
-        end, step = begin, step * 4
-    return None
+def _ends(admin: TopicAdmin, partitions: list[int], brokers: str, topic: str) -> dict[int, int]:
+    """Partition → its end, once no transaction that had begun before it is open any more."""
+    ends = _known(admin.ends(partitions, _METADATA_S, committed=False), brokers, topic)
+    until = time.monotonic() + _OPEN_S
+    while True:
+        stable = _known(admin.ends(partitions, _METADATA_S, committed=True), brokers, topic)
+        behind = [one for one in partitions if stable[one] < ends[one]]
+        if not behind:
+            return ends
+        if time.monotonic() > until:
+            one = behind[0]
+            raise Unreachable(
+                f"kafka: a transaction is open on partition {one} of {topic!r} since offset {stable[one]}, and the "
+                f"{ends[one] - stable[one]} messages from there on cannot be read until it ends, so the newest delta "
+                "is not known: end it (kafka-transactions.sh finds it), try again later, or give next_seq="
+            )
+        time.sleep(_OPEN_POLL_S)
 
 
-def _seqs(consumer: Any, kafka: Any, begin: Any, end: int, model: str) -> Iterator[int | None]:
-    """The seqs of a model in messages of one partition, from an offset on."""
+def _known(ends: dict[int, int | str], brokers: str, topic: str) -> dict[int, int]:
+    for partition, end in ends.items():
+        if isinstance(end, str):
+            raise client.unreachable(brokers, f"partition {partition} of {topic!r}: {end}")
+    return {partition: int(end) for partition, end in ends.items()}
+
+
+class _Seqs(NamedTuple):
+    """The seqs of a model's deltas that are whole in a partition, and of others of which some parts are there."""
+
+    whole: set[int]
+    cut: set[int]
+
+
+def _newest_in(consumer: Any, kafka: Any, low: Any, end: int, model: str) -> _Seqs:
+    """The seqs at the end of a partition whose oldest offset is `low`, back to a whole one before all that are cut."""
+    parts: dict[tuple[int, int, str | None], set[int]] = {}  # (seq, parts, digest) → those that are there
+    first: dict[int, int] = {}  # seq → its first offset
+    upto, step = end, _SCAN
+    while True:
+        begin = max(low.offset, upto - step)
+        for offset, head in _heads(consumer, kafka, kafka.TopicPartition(low.topic, low.partition, begin), upto):
+            if head.model == model:
+                parts.setdefault((head.seq, head.parts, head.digest), set()).add(head.part)
+                first[head.seq] = min(offset, first.get(head.seq, offset))
+        whole = {seq for (seq, count, _), there in parts.items() if len(there) == count}
+        cut = first.keys() - whole
+        later = [first[seq] for seq in cut if seq > max(whole, default=0)]
+        is_found = whole and min(first[seq] for seq in whole) < min(later, default=end)
+        if is_found or begin == low.offset:
+            return _Seqs(whole, set(cut))
+        upto, step = begin, step * 4
+
+
+def _heads(consumer: Any, kafka: Any, begin: Any, end: int) -> Iterator[tuple[int, Head]]:
+    """(offset, what it says of itself) of each part of a delta in one partition, between two offsets."""
+    if begin.offset >= end:
+        return
     consumer.assign([begin])
     last_s = time.monotonic()
     while True:
@@ -228,12 +285,9 @@ def _seqs(consumer: Any, kafka: Any, begin: Any, end: int, model: str) -> Iterat
             continue
         if read.offset() >= end:
             return
-        try:
-            message = KafkaMessage(read.partition(), read.offset(), read.value() or b"", read.headers() or [], 0)
-            head = head_of(message)
-        except DeltaError:
-            continue
-        yield head.seq if head.model == model else None
+        message = KafkaMessage(read.partition(), read.offset(), read.value() or b"", read.headers() or [], 0)
+        with suppress(DeltaError):
+            yield read.offset(), head_of(message)
         if read.offset() + 1 >= end:
             return
 

@@ -27,6 +27,7 @@ from typing import BinaryIO
 
 from tierstore.errors import InvalidInput, Overloaded, StorageError
 from tierstore.kernels import child_environment
+from tierstore.machine import end_first
 from tierstore.predict.making import CREATE_S, SessionPlan
 from tierstore.predict.placement import CPU_PROVIDER
 from tierstore.predict.trial import DONE
@@ -93,6 +94,7 @@ def try_graph(model: bytes, plan: SessionPlan, limit_bytes: int, may_go_on: Call
         graph.write(model)
         graph.seek(0)
         process = _start(graph.fileno(), said.fileno())
+        end_first(process.pid)  # a graph can be tried again
         stack.enter_context(process)  # waits for its end
         stack.callback(process.kill)
         assert process.stdin is not None

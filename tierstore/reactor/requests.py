@@ -185,6 +185,15 @@ def _read_chunks(me, fd, at, size):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
+def _ends_head(at, begin, size):  # type: ignore[no-untyped-def]
+    """Whether an empty line, which ends a head, ends in the bytes from `begin` on, of `size` at `at`."""
+    for i in range(max(begin, 2), size):
+        if load_u8(at, i) == _LF and load_u8(at, i - 1) == _CR and load_u8(at, i - 2) == _LF:
+            return True
+    return False
+
+
+@nb.njit
 def _request(me, fd, at, size):  # type: ignore[no-untyped-def]
     """Handle the request that begins the `size` bytes at `at`. Returns how many bytes are consumed; 0: more must come first.
 
@@ -287,6 +296,8 @@ def read_requests(me, fd, now):  # type: ignore[no-untyped-def]
             base, room, have = row.in_at, row.in_room, row.in_bytes
         else:
             base, room, have = me.buffer, nb.int64(BUFFER_BYTES), nb.int64(0)
+        # the bytes of a head that was found to be cut: it is parsed again once its end has come, not after every byte
+        parsed = have if row.began_ns != 0 and row.needed + row.chunks_head + row.to_drop == 0 else nb.int64(0)
         if row.flags & MAY_READ and have < room:
             wanted = min(room - have, LARGE_TURN)
             got = receive(me, fd, base + have, wanted)
@@ -303,7 +314,8 @@ def read_requests(me, fd, now):  # type: ignore[no-untyped-def]
             came += max(got, 0)
         at, used = min(row.to_drop, have), 0
         row.to_drop -= at
-        while at < have and row.state == READING and have - at >= row.needed and row.flags & CLOSES == 0:
+        is_cut = parsed > 0 and have <= http1_frame.MOST_HEAD_BYTES and not _ends_head(base, parsed, have)
+        while not is_cut and at < have and row.state == READING and have - at >= row.needed and row.flags & CLOSES == 0:
             if answered == PIPELINED:
                 break
             used = _request(me, fd, base + at, have - at)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
+from tierstore.config.memory import PROCESS_BYTES
 from tierstore.errors import InvalidInput
 from tierstore.formats.row_times import TIME_BYTES
 from tierstore.sizing.prices import ASSUMED, Kind, Prices
@@ -22,7 +23,6 @@ KEY_BYTES = 8
 HOST_ROW_BYTES = (8 * 64 + 2 * 64 + 128) / 56
 INDEX_BYTES = 8  # a block of a sealed file, in memory and in the file (docs/decisions/sealed-base.md)
 CHANGED_DISK_BYTES = 24  # of a row in RocksDB beyond the row: key, block, filter (82.2 bytes for rows of 64, same page)
-PROCESS_BYTES = 350 << 20  # Python, libraries and compiled kernels of a service
 FIXED_BYTES = (
     (256 << 20) + (32 << 20) + (512 << 20)
 )  # overlay_budget and load_memory as they are by default, RocksDB's block cache

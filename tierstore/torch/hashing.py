@@ -38,11 +38,11 @@ class HashKeys(nn.Module):  # type: ignore[misc, unused-ignore]
         return self._rows(keys)
 
     def _rows(self, keys: torch.Tensor) -> torch.Tensor:
-        if keys.is_floating_point() or keys.dtype is torch.bool:
+        if keys.is_floating_point() or keys.is_complex() or keys.dtype is torch.bool:
             raise InvalidInput(f"expected integer keys, got {keys.dtype}")
         codes, mod = keys.long(), self.how.mod
         if self.how.seed is None:
-            return codes % mod
+            return _unsigned_rest(codes, mod) if keys.dtype is torch.uint64 else codes % mod
         x = codes ^ _signed(seed_bits(self.how.seed))
         # XXH3-64 of eight bytes; products and shifts to the left wrap around
         x = ((x << 32) | _shifted(x, 32)) ^ _signed(FLIPPED)
@@ -50,10 +50,15 @@ class HashKeys(nn.Module):  # type: ignore[misc, unused-ignore]
         x = x * _signed(MULTIPLIER)
         x = (x ^ (_shifted(x, 35) + 8)) * _signed(MULTIPLIER)
         x = x ^ _shifted(x, 28)
-        return (x % mod + (x < 0) * ((1 << 64) % mod)) % mod  # of the bits as a number without a sign
+        return _unsigned_rest(x, mod)
 
     def extra_repr(self) -> str:
         return f"mod={self.how.mod}, seed={self.how.seed}"
+
+
+def _unsigned_rest(x: torch.Tensor, mod: int) -> torch.Tensor:
+    """Of the bits as a number without a sign."""
+    return (x % mod + (x < 0) * ((1 << 64) % mod)) % mod
 
 
 def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:

@@ -15,6 +15,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,12 +23,14 @@ import torch
 from torch import nn
 
 from tierstore.errors import InvalidInput
+from tierstore.formats.managed_collisions import MCH, MCH_FREE, MCH_IDS
 from tierstore.torch import operators
 from tierstore.torch.hashing import HashKeys
-from tierstore.torch.tables import check_mode, tables_of
-from tierstore.types import There, check_end
+from tierstore.torch.tables import check_forward, check_mode, managed_collisions_of, padding_of, tables_of, unwrapped
+from tierstore.types import KeyType, There, check_end
 
 _DTYPES = ("float32", "float16")
+_IDS_TRIED = 64  # of a module with managed collisions
 # types that look-ups take on the GPU
 _TAKEN = {getattr(torch, name): np.dtype(name) for name in ("int64", "int32", *_DTYPES)}
 
@@ -194,12 +197,15 @@ class EmbeddingBagCollection(_Rows):
     """Pooled rows of several features by a `KeyedJaggedTensor`, in place of TorchRec's module of this name.
 
     TorchRec is not imported: what has `to_dict()`, of values with `values()`, `offsets()` and
-    `weights_or_none()`, will do.
+    `weights_or_none()`, will do. Weights count with `is_weighted`, and are ignored without it, as there. Where
+    features have batches of their own, `inverse_indices_or_none()` says which of their bags each item has.
     """
 
-    def __init__(self, source: RowSource, features: Sequence[str], *, dtype: str = "float32") -> None:
+    def __init__(
+        self, source: RowSource, features: Sequence[str], *, is_weighted: bool = False, dtype: str = "float32"
+    ) -> None:
         super().__init__(source, dtype)
-        self.features = list(features)
+        self.features, self._is_weighted = list(features), is_weighted
 
     @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
     def forward(self, features: Any) -> PooledRows:
@@ -209,10 +215,27 @@ class EmbeddingBagCollection(_Rows):
         if missing := [name for name in self.features if name not in jagged]:
             raise InvalidInput(f"expected features {self.features}, got none of {missing}; there are {list(jagged)}")
         with self.scope.hold(self.source):
-            return PooledRows({name: self._pooled(name, jagged[name]) for name in self.features})
+            pooled = {name: self._pooled(name, jagged[name]) for name in self.features}
+        inverse = getattr(features, "inverse_indices_or_none", lambda: None)()
+        if inverse is not None:
+            names, indices = inverse  # int64[features of the KeyedJaggedTensor, items]
+            if missing := [name for name in self.features if name not in names]:
+                raise InvalidInput(f"inverse_indices: expected those of {self.features}, got none of {missing}")
+            pooled = {name: rows[indices[names.index(name)]] for name, rows in pooled.items()}
+        return PooledRows(pooled)
 
     def _pooled(self, name: str, one: Any) -> torch.Tensor:
-        return self._bags(name, one.values(), one.offsets(), one.weights_or_none(), None, ends=True)
+        weights = one.weights_or_none() if self._is_weighted else None
+        if self._is_weighted and weights is None:
+            raise InvalidInput(f"feature {name!r}: expected weights, as the collection is weighted; there are none")
+        return self._bags(name, one.values(), one.offsets(), weights, None, ends=True)
+
+    def is_weighted(self) -> bool:
+        """Whether weights count."""
+        return self._is_weighted
+
+    def extra_repr(self) -> str:
+        return f"features={self.features!r}, is_weighted={self._is_weighted}, dtype={self.dtype!r}"
 
 
 class PooledRows:
@@ -249,6 +272,9 @@ def swap_embeddings(
     what its tables held is free when nobody else holds it. One call of the module is answered by one version, where the
     model is one of this process.
 
+    MCH of TorchRec (managed collisions) is left out, and rows are looked up by the ids themselves: the store has to be
+    keyed by them, with the row that the module reads for other ids as the table's default.
+
     Args:
         features: by name of the table, the feature to read it by, where another than the first that fits
             is meant. Needed for a model of a service, whose features do not say what they read, unless
@@ -256,6 +282,7 @@ def swap_embeddings(
 
     Returns the module. Raises InvalidInput, with nothing replaced, where a table has no feature.
     """
+    given, module = module, unwrapped(module)
     tables, scope = tables_of(module), _Scope()
     chosen = dict(features or {})
     if unknown := [name for name in chosen if name not in tables]:
@@ -266,6 +293,9 @@ def swap_embeddings(
     hashes = [part for part in module.modules() if isinstance(part, HashKeys)]
     _check_hashes(source, hashes, [one.feature for one in new.values()])
     others = {**new, **{id(part): nn.Identity() for part in hashes}}  # the features hash
+    for name, part, kind in managed_collisions_of(module):
+        _check_ids(source, name, part, kind, None if name not in tables else new[id(tables[name])].feature)
+        others[id(part)] = _RawIds(part)
     for parent in list(module.modules()):
         for name, part in parent._modules.items():
             if id(part) in others:
@@ -279,14 +309,57 @@ def swap_embeddings(
             return inner(*arguments, **options)
 
     module.forward = forward
-    return module.eval()
+    return given.eval()
+
+
+class _RawIds(nn.Module):  # type: ignore[misc, unused-ignore]
+    """Replaces an MCH module of TorchRec: ids stay what they are, or what its own hash makes of them."""
+
+    def __init__(self, replaced: Any) -> None:
+        super().__init__()
+        self._preprocess = replaced.preprocess
+
+    def forward(self, features: Any, **_: Any) -> Any:
+        return self._preprocess(features)
+
+    def evict(self) -> None:
+        """Nothing is evicted: TorchRec asks after each call."""
+
+
+def _check_ids(source: RowSource, table: str, part: Any, kind: str | None, feature: str | None) -> None:
+    """InvalidInput unless a store can be asked with raw ids in place of managed collisions."""
+    if kind != MCH:
+        raise InvalidInput(
+            f"table {table!r} has managed collisions of {type(part).__name__}, which look an unknown id up by its "
+            "hash: a store that is keyed by ids cannot. Expected MCH, or a module without"
+        )
+    ids = getattr(part, MCH_IDS)
+    ids = ids[ids != MCH_FREE]
+    if feature is None or not len(ids):
+        return
+    some = ids[torch.linspace(0, len(ids) - 1, min(len(ids), _IDS_TRIED)).long()]
+    found = source.lookup(feature, _array(some), return_found=True)[1]
+    if np.count_nonzero(found) * 2 < len(found):
+        raise InvalidInput(
+            f"table {table!r}: expected a store that is keyed by the ids of its managed collisions; it has "
+            f"{np.count_nonzero(found)} of {len(found)} that were tried. Is it keyed by slots? "
+            "docs/migrate-torchrec.md says how to write it by id"
+        )
 
 
 def _replacement(source: RowSource, table: str, part: Any, feature: str | None, dtype: str) -> _Rows:
     """What takes the place of one table of a module."""
+    check_forward(table, part)
+    hooks = [*part._forward_hooks.values(), *part._forward_pre_hooks.values()]
+    if any(not getattr(hook, "__module__", "").startswith("tierstore.") for hook in hooks):
+        raise InvalidInput(
+            f"table {table!r} has a forward hook, which would not be called any more: remove it, and register it on "
+            "what takes the table's place"
+        )
     if part.max_norm is not None:
         raise InvalidInput(
-            f"table {table!r}: max_norm changes rows when they are read, which a store does not do: scale them before"
+            f"table {table!r}: max_norm changes rows when they are read, which a store does not do: write_snapshot "
+            "writes them shortened, and `max_norm = None` on the table says that the store's are"
         )
     check_mode(f"table {table!r}", getattr(part, "mode", None))
     if feature is None:
@@ -307,7 +380,8 @@ def _check_hashes(source: RowSource, hashes: Sequence[HashKeys], features: Seque
             )
         return
     ours, theirs = {one.how for one in hashes}, {specs[name].hash for name in features} - {None}
-    if ours != theirs:
+    # the type of a tensor's integers says whether they have a sign, for each call anew
+    if ours != {replace(how, key=KeyType.INT64) if how.key is KeyType.UINT64 else how for how in theirs}:
         raise InvalidInput(
             f"expected features that hash keys as the module does, {ours or 'not at all'}; got {theirs or 'none'}"
         )
@@ -315,7 +389,7 @@ def _check_hashes(source: RowSource, hashes: Sequence[HashKeys], features: Seque
 
 def _feature_of(source: RowSource, table: str, part: Any) -> str:
     """The first feature that reads `table` and has the padding of `part`."""
-    specs = getattr(source, "features", None)
+    specs, padding = getattr(source, "features", None), padding_of(part)
     names: list[str]
     if specs is None:
         names = [one["name"] for one in source.metadata()["inputs"]]  # type: ignore[attr-defined]
@@ -325,11 +399,11 @@ def _feature_of(source: RowSource, table: str, part: Any) -> str:
         fits = [
             name
             for name, spec in specs.items()
-            if spec.table == table and (spec.padding_key is None) == (part.padding_idx is None)
+            if spec.table == table and (spec.padding_key is None) == (padding is None)
         ]
         names, what = (
             list(specs),
-            f"of a table {table!r} {'without' if part.padding_idx is None else 'with'} a padding key",
+            f"of a table {table!r} {'without' if padding is None else 'with'} a padding key",
         )
     if not fits:
         raise InvalidInput(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,11 +11,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tierstore.errors import InvalidInput
 from tierstore.formats.delta.writer import DeltaWriter
 from tierstore.formats.times import Moment
-from tierstore.torch.tables import BATCH_ROWS, checked_keys, tables_of
+from tierstore.torch.tables import BATCH_ROWS, check_collections, check_table, checked_keys, rows_of, tables_of
 
 
 class Behind(NamedTuple):
@@ -29,10 +31,12 @@ class Behind(NamedTuple):
 class TouchedRows:
     """The rows of a module's embeddings that the next delta holds.
 
-    Those are the rows that training has looked up since the last delta, by a flag per row on their device. A row counts
-    when it is looked up while the module trains, whether its gradients are sparse or dense. An optimizer that changes
-    rows without a gradient (Adam over dense gradients, weight decay) changes others too: write a snapshot now and then,
-    train embeddings with SparseAdam, Adagrad or SGD, or set `hold_back`.
+    Those are the rows that training has looked up since the last delta, and those that had a gradient when an
+    optimizer of PyTorch made a step, by a flag per row on their device. A row counts when it is looked up while the
+    module trains, whether its gradients are sparse or dense; by its gradient it counts too when something else reads
+    it (a softmax head that shares the weight), or when another process has looked it up. An optimizer that changes
+    rows without a gradient (Adam over dense gradients, weight decay) changes others too: write a snapshot now and
+    then, train embeddings with SparseAdam, Adagrad or SGD, or set `hold_back`.
 
     With `hold_back` they are the rows that differ from what was last written of them by more than that (L2 norm). A
     smaller change waits, and adds up with later ones: after a delta no row is further behind than `hold_back`. It costs
@@ -52,23 +56,53 @@ class TouchedRows:
         hold_back: float | Mapping[str, float] | None = None,
     ) -> None:
         self.tables = tables_of(module)
+        check_collections(module)
+        for name, table in self.tables.items():
+            check_table(name, table)
+            if table._parameters.get("weight") is None:
+                raise InvalidInput(
+                    f"table {name!r}: its weight is computed from other parameters (a parametrization, weight_norm, "
+                    "pruning), so that rows change without being looked up: write a snapshot each time, or make it a "
+                    "parameter again, as torch.nn.utils.parametrize.remove_parametrizations does"
+                )
         self._keys = checked_keys(keys, self.tables)
         self._hold_back = _checked_norms(hold_back, self.tables)
-        self._written = {name: self.tables[name].weight.detach().clone() for name in self._hold_back}
+        self._written = {name: rows_of(self.tables[name], slice(None)).clone() for name in self._hold_back}
         self._marks: dict[str, torch.Tensor] = {}
+        marked = {name: table for name, table in self.tables.items() if name not in self._hold_back}
         self._hooks = [
-            table.register_forward_pre_hook(self._hook(name), with_kwargs=True)
-            for name, table in self.tables.items()
-            if name not in self._hold_back
+            table.register_forward_pre_hook(
+                self._hook([other for other, one in marked.items() if one.weight is table.weight]), with_kwargs=True
+            )
+            for table in marked.values()
         ]
+        if marked:
+            self._hooks.append(register_optimizer_step_post_hook(_stepped_of(weakref.ref(self))))
+        weakref.finalize(self, _remove, self._hooks)
 
-    def _hook(self, name: str) -> Any:
+    def _hook(self, names: list[str]) -> Any:
+        """Of a table with these names, which are several where modules share one weight."""
+
         def mark(table: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
             if table.training and torch.is_grad_enabled():
                 rows = arguments[0] if arguments else options["input"]
-                self._mark_of(name, table)[rows.detach().reshape(-1)] = True
+                for name in names:
+                    self._mark_of(name, table)[rows.detach().reshape(-1)] = True
 
         return mark
+
+    def _stepped(self, optimizer: Any) -> None:
+        """Mark the rows that an optimizer has changed. What reads a weight without a look-up is seen here alone."""
+        stepped = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        for name, table in self.tables.items():
+            grad = table.weight.grad
+            if name in self._hold_back or grad is None or id(table.weight) not in stepped:
+                continue
+            mark = self._mark_of(name, table)
+            if grad.is_sparse:
+                mark[grad._indices().reshape(-1)] = True
+            else:
+                mark |= _are_not_zero(grad)
 
     def _mark_of(self, name: str, table: nn.Module) -> torch.Tensor:
         mark = self._marks.get(name)
@@ -103,7 +137,8 @@ class TouchedRows:
 
     def _pieces(self, table: str) -> Any:
         """(number of the first row, rows as they are now, the same rows as they were written), part by part."""
-        weight, written = self.tables[table].weight.detach(), self._written[table]
+        of, written = self.tables[table], self._written[table]
+        weight = of.weight
         if weight.shape != written.shape:
             raise InvalidInput(
                 f"table {table!r}: expected the shape {list(written.shape)}, as when it was first seen, got "
@@ -111,7 +146,8 @@ class TouchedRows:
             )
         written = self._written[table] = written.to(weight.device)
         for first in range(0, len(weight), BATCH_ROWS):
-            yield first, weight[first : first + BATCH_ROWS], written[first : first + BATCH_ROWS]
+            part = slice(first, first + BATCH_ROWS)
+            yield first, rows_of(of, part), written[part]
 
     def keys(self, table: str, rows: Any) -> Any:
         """The keys of rows."""
@@ -119,10 +155,10 @@ class TouchedRows:
 
     def mark_written(self, table: str, rows: Any) -> None:
         """These rows (int64[n]) were written as they are now. `write_delta` calls this after the delta is written."""
-        weight = self.tables[table].weight.detach()
-        index = torch.as_tensor(rows, device=weight.device)
+        of = self.tables[table]
+        index = torch.as_tensor(rows, device=of.weight.device)
         if table in self._hold_back:
-            self._written[table].index_copy_(0, index, weight[index].to(self._written[table].dtype))
+            self._written[table].index_copy_(0, index, rows_of(of, index).to(self._written[table].dtype))
         elif table in self._marks:
             self._marks[table][index] = False
 
@@ -131,12 +167,11 @@ class TouchedRows:
         for mark in self._marks.values():
             mark.zero_()
         for name, written in self._written.items():
-            written.copy_(self.tables[name].weight.detach())
+            written.copy_(rows_of(self.tables[name], slice(None)))
 
     def close(self) -> None:
-        """Remove the hooks from the module."""
-        for hook in self._hooks:
-            hook.remove()
+        """Remove the hooks from the module and from optimizers."""
+        _remove(self._hooks)
 
 
 def write_delta(
@@ -158,15 +193,38 @@ def write_delta(
     rows = {name: touched.rows(name, flush=flush) for name in touched.tables}
     with DeltaWriter(path, model=model, seq=seq, event_time=event_time, base_version=base_version) as delta:
         for name, table in touched.tables.items():
-            weight = table.weight.detach()
             for begin in range(0, len(rows[name]), BATCH_ROWS):
                 part = rows[name][begin : begin + BATCH_ROWS]
-                delta.upsert(name, touched.keys(name, part), weight[torch.as_tensor(part, device=weight.device)])
+                index = torch.as_tensor(part, device=table.weight.device)
+                delta.upsert(name, touched.keys(name, part), rows_of(table, index))
         if dense is not None:
             delta.dense(dense)
     for name, numbers in rows.items():
         touched.mark_written(name, numbers)
     return sum(map(len, rows.values()))
+
+
+def _remove(hooks: list[Any]) -> None:
+    for hook in hooks:
+        hook.remove()
+
+
+def _stepped_of(touched: weakref.ref[TouchedRows]) -> Any:
+    """A hook of every optimizer, which does not keep the tables."""
+
+    def stepped(optimizer: Any, *_: Any) -> None:
+        if (its := touched()) is not None:
+            its._stepped(optimizer)
+
+    return stepped
+
+
+def _are_not_zero(grad: torch.Tensor) -> torch.Tensor:
+    """Whether rows hold a number that is not zero, bool[n]. By eight bytes at a time, it takes a third of the time."""
+    with torch.no_grad():
+        if grad.is_contiguous() and grad.shape[1] * grad.element_size() % 8 == 0:
+            return grad.view(torch.int64).any(dim=1)
+        return grad.any(dim=1)
 
 
 def _numbers(chosen: torch.Tensor) -> Any:

@@ -15,6 +15,7 @@ from tierstore.engine.versions.version import Version
 from tierstore.errors import StorageError
 from tierstore.formats import files
 from tierstore.formats.files import FileSystem
+from tierstore.tiers.disk import patches
 
 pytestmark = pytest.mark.usefixtures("quick_loads")
 
@@ -80,6 +81,31 @@ def test_a_chore_that_fails_is_named_and_stays_a_problem_while_folds_go_on(open_
             assert ctr.problem == "the delta log is not pruned: injected failure"
     ctr.housekeeping.tasks.run()
     assert ctr.problem is None
+
+
+def test_a_merge_of_changed_rows_that_waits_for_deltas_publishes_nothing_until_it_is_done(
+    open_store, tmp_path, monkeypatch
+):
+    """A publication wakes the thread that folds, which would try again at once, for as long as the view is held."""
+    store = open_store(overlay_budget="256KiB")
+    loaded(store, tmp_path, 1)
+    ctr = store.model("ctr")
+    for seq in (1, 2):
+        store.apply_delta(scenes.stamped(seq, {"item": [seq]}))
+        folded(store)
+    folder, rows = ctr.housekeeping._folder, ctr.publisher.current.open_version.rows
+    with ctr.view():
+        store.apply_delta(scenes.stamped(3, {"item": range(3000)}))
+        assert folder.pressed
+        monkeypatch.setattr(patches, "LIKE_SIZED", 2)
+        assert rows.needs_tidying()
+        before = ctr.publisher.served
+        for _ in range(3):
+            folder.tidy(lambda: False)
+        assert ctr.publisher.served is before
+        assert rows.needs_tidying()
+    folded(store)
+    eventually(lambda: not rows.needs_tidying(), "they are merged")
 
 
 @pytest.mark.parametrize("by", ["hand", "itself"])

@@ -275,6 +275,54 @@ def test_a_rollback_to_a_delta_undoes_the_expiry_with_the_deltas_until_it_is_loo
     assert user(store)["ttl"]["expired_since"] == ROWS - 2
 
 
+@pytest.mark.parametrize("restart", [False, True])
+def test_rows_that_expired_in_steps_and_come_back_with_a_rollback_are_removed_again(
+    open_store: OpenStore, tmp_path: Path, days_later: Any, restart: bool
+) -> None:
+    """No check has removed more than its share; together they are more than that."""
+    store = open_store(ttl_most_share=0.5)
+    store.load_snapshot(write(tmp_path))
+    for seq, key in ((1, 0), (2, 1)):
+        store.apply_delta(delta(seq, [key], days=20))
+    folded(store)
+    for days, left in ((15, 301), (20, 201), (25, 101)):
+        days_later(days)
+        check(store)
+        assert len(found(store)) == left
+    kept = found(store)
+    if restart:
+        store.close()
+        store = open_store(ttl_most_share=0.5)
+    store.rollback("ctr", to_seq=1)
+    check(store)
+    assert (found(store), store.status()["problems"]) == (kept, [])
+    assert store.verify().ok
+    days_later(300)
+    check(store)
+    assert found(store) == kept, "a clock that is wrong deletes nothing now either"
+    assert "rows of table 'user' are older than" in store.status()["problems"][0]["text"]
+
+
+def test_rows_that_come_back_with_a_rollback_go_though_others_are_too_many(
+    open_store: OpenStore, tmp_path: Path, days_later: Any
+) -> None:
+    store = open_store(ttl_most_share=0.5)
+    store.load_snapshot(write(tmp_path))
+    store.apply_delta(delta(1, [0], days=1))
+    folded(store)
+    days_later(15)
+    check(store)
+    store.rollback("ctr", to_seq=0)
+    assert found(store) == set(range(ROWS))
+    days_later(300)
+    check(store)
+    assert found(store) == set(range(301))
+    assert "301 of about 301 rows" in store.status()["problems"][0]["text"]
+    days_later(15)
+    check(store)
+    assert (found(store), store.status()["problems"]) == (set(range(301)), [])
+
+
 @pytest.mark.parametrize("fold", [True, False])
 def test_an_export_has_the_times_of_its_rows(
     open_store: OpenStore, tmp_path: Path, fold: bool, days_later: Any

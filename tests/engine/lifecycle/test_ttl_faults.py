@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from tests.engine.ttl_scenes import (
     OpenStore,
     check,
     delta,
+    expiry_of,
     found,
     rows_of,
     user,
@@ -106,6 +108,50 @@ def test_a_row_that_a_slow_reader_brings_into_memory_is_forgotten(
     scenes.housekeep(store)
     assert ctr.problem is None
     assert found(store) == set(range(201))
+
+
+def test_requests_that_take_long_keep_the_check_of_no_other_model_waiting(
+    open_store: OpenStore, tmp_path: Path, days_later: Any
+) -> None:
+    """The threads of housekeeping are few: while such requests last, they are there for the other models."""
+    store = open_store()
+    store.load_snapshot(write(tmp_path))
+    ctr = store.model("ctr")
+    search = expiry_of(store)
+    days_later(20)
+    with ctr.view():
+        check(store)
+        assert found(store) == set(range(201))
+        assert ctr.problem is None, "it has not lasted for long"
+        assert not ctr.housekeeping.tasks._running.locked(), "the thread is free"
+        (removed,) = search._to_forget.values()
+        waits_for = set(removed.views or ())
+        assert len(waits_for) == 1
+        with ctr.view():  # one that began later, and lasts longer
+            scenes.housekeep(store)
+            assert set(removed.views or ()) == waits_for
+        del waits_for
+    scenes.housekeep(store)
+    assert not search._to_forget
+    assert ctr.problem is None
+
+
+def test_a_version_that_goes_while_a_request_reads_it_is_kept_by_no_check(
+    open_store: OpenStore, tmp_path: Path, days_later: Any
+) -> None:
+    store = open_store()
+    store.load_snapshot(write(tmp_path, 1))
+    search = expiry_of(store)
+    days_later(20)
+    with store.model("ctr").view() as view:
+        check(store)
+        assert len(search._to_forget) == 1
+        store.load_snapshot(write(tmp_path, 2))
+        assert view.version == 1
+    del view
+    assert store.model("ctr").state.retiring.wait_closed(1, WAIT_S)
+    gc.collect()
+    assert len(search._to_forget) == 0
 
 
 def test_a_key_that_a_delta_revives_meanwhile_is_not_forgotten(

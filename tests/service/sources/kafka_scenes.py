@@ -31,6 +31,12 @@ class TopicScene:
         if not empty:
             self.load()
 
+    def remake(self, partitions: int = 1) -> None:
+        """Delete the topic, and make another one of its name."""
+        self.brokers.delete_topic(self.topic)
+        self.brokers.new_topic(partitions, name=self.topic)
+        self.producer = confluent_kafka.Producer({"bootstrap.servers": self.brokers.address})
+
     def load(self) -> None:
         self.store.load_snapshot(write_snapshot(self.root, 1, delta_seq=3))
 

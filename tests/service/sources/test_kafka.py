@@ -236,6 +236,67 @@ def test_retry_applies_what_fits_by_then(scene: Scene) -> None:
         scene.store.retry_parked(record["id"])
 
 
+def cut(scene: Scene, seq: int) -> list[tuple[Any, bytes]]:
+    """Send the first two of a delta's parts. Returns all of them."""
+    parts = [(headers, bytes(value)) for headers, value in split("ctr", seq, delta(seq, {1: seq * 10.0}), 300)]
+    assert len(parts) > 2
+    send(scene, parts[:2])
+    return parts
+
+
+def send(scene: Scene, parts: list[tuple[Any, bytes]]) -> None:
+    for headers, value in parts:
+        scene.put(value, **{name: text.decode() for name, text in headers})
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tierstore.service.sources.kafka.GAP_S", 0.2)
+
+
+def test_a_delta_whose_writer_was_killed_between_its_parts_can_be_skipped(scene: Scene, impatient: None) -> None:
+    scene.follow()
+    cut(scene, 4)
+    scene.delta(5, {2: 50.0})
+    scene.is_in("held up", "delta 4 is parked as", "only 2 of", "write delta 4 again, or skip it")
+    scene.reopen()
+    scene.is_in("held up", "delta 4 is parked as", "only 2 of")
+    (record,) = scene.store.parked()
+    assert (record["model"], record["seq"], record["messages"], record["complete"]) == ("ctr", 4, 2, False)
+    with pytest.raises(tierstore.InvalidInput, match="only some parts"):
+        scene.store.retry_parked(record["id"])
+    assert scene.store.skip_parked(record["id"])["applied"] is True
+    scene.reaches(5)
+    scene.expect(2, 50.0)
+    scene.is_in("caught up", parked=0, abandoned=1)
+
+
+def test_a_delta_whose_other_parts_come_late_is_applied(scene: Scene, impatient: None) -> None:
+    scene.follow()
+    parts = cut(scene, 4)
+    scene.is_in("held up", "delta 4 is parked as")
+    send(scene, parts[2:])
+    scene.reaches(4)
+    scene.expect(1, 40.0)
+    (record,) = scene.store.parked()
+    assert scene.store.skip_parked(record["id"])["applied"] is False
+    scene.is_in("caught up", applied=1)
+
+
+def test_a_writer_that_begins_again_writes_the_delta_that_was_cut(scene: Scene) -> None:
+    scene.follow()
+    scene.delta(4, {1: 40.0})
+    cut(scene, 5)
+    with tierstore.KafkaDeltaWriter(scene.brokers.address, scene.topic, "ctr") as writer:
+        assert writer.next_seq == 5
+        for value in (51.0, 61.0):
+            with writer.delta() as new:
+                new.upsert("item", [1], rows("item", [value]))
+    scene.reaches(6)
+    scene.expect(1, 61.0)
+    scene.is_in("caught up", applied=3, parked=0, abandoned=1)
+
+
 def test_a_delta_above_max_delta_is_parked(scene: Scene) -> None:
     scene.follow()
     large = delta(4, {key: float(key) for key in range(80_000)})
@@ -354,8 +415,8 @@ def test_a_writer_without_brokers_says_so() -> None:
 
 def test_a_service_follows_a_topic_and_says_how_it_stands(tmp_path: Path, brokers: Brokers) -> None:
     topic = brokers.new_topic()
-    settings = settings_for(tmp_path, kafka=brokers.address, kafka_topic=topic, grpc_port="off", kafka_rewind_s="2h")
-    assert settings.kafka_rewind_s == 7200
+    settings = settings_for(tmp_path, kafka=brokers.address, kafka_topic=topic, grpc_port="off")
+    assert settings_for(tmp_path, kafka_rewind_s="2h").kafka_rewind_s == 7200
     check_sources(settings)
     with Store(settings) as store, ServerThread(store) as server:
         store.load_snapshot(write_snapshot(tmp_path, 1, delta_seq=3))

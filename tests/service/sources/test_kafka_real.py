@@ -6,19 +6,24 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+import tierstore
 from tests.kafka_real import RealBrokers, real_brokers, why_not
 from tests.service.conftest import eventually
 from tests.service.scenes import delta, rows
 from tests.service.sources.kafka_scenes import vector
 from tests.service.sources.test_kafka import Scene
+from tests.service.sources.test_kafka_made_anew import check_deltas_of_both, check_rows_of_both, write
 from tests.service.sources.test_kafka_rows import RowScene
+from tierstore.kafka import writer
 
 confluent_kafka = pytest.importorskip("confluent_kafka", reason="the extra `kafka` is not installed")
 pytestmark = pytest.mark.thorough
@@ -179,27 +184,131 @@ def test_a_compacted_topic_has_what_is_left(tmp_path: Path, broker: RealBrokers)
     scene.close()
 
 
-def test_a_topic_that_is_made_anew_is_read_from_its_beginning(scene: RowScene, broker: RealBrokers) -> None:
-    from confluent_kafka.admin import NewTopic
+@pytest.mark.parametrize("stopped", [False, True], ids=["while it is read", "while the service is stopped"])
+@pytest.mark.parametrize("count", [3, 10, 50], ids=["fewer messages", "as many messages", "more messages"])
+def test_rows_of_a_topic_made_anew_are_all_applied(
+    scene: RowScene, monkeypatch: pytest.MonkeyPatch, count: int, stopped: bool
+) -> None:
+    monkeypatch.setattr("tierstore.service.sources.topic_thread.CHECK_S", 0.2)
+    check_rows_of_both(scene, count, stopped=stopped)
 
+
+def test_deltas_of_a_topic_made_anew_are_all_applied(deltas: Scene) -> None:
+    check_deltas_of_both(deltas)
+
+
+def test_a_topic_made_anew_with_fewer_partitions_is_read(tmp_path: Path, broker: RealBrokers) -> None:
+    scene = RowScene(tmp_path, broker, partitions=3)
     scene.follow()
-    for key in (1, 2, 3):
-        scene.row(key, 10.0)
-    scene.expect(3, 10.0)
+    for key in range(3):
+        scene.row(key, 10.0, partition=key)
+    scene.is_in("caught up", rows=3)
+    scene.remake(1)
+    scene.row(7, 70.0)
+    scene.expect(7, 70.0)
+    assert list(scene.is_in("caught up", lag_messages=0)["partitions"]) == ["0"]
     scene.close()
-    admin = broker.admin
-    admin.delete_topics([scene.topic], operation_timeout=60)[scene.topic].result(60)
-    eventually(lambda: scene.topic not in admin.list_topics(timeout=30).topics, "no topic")
-    admin.create_topics([NewTopic(scene.topic, 1, 1)], operation_timeout=60)[scene.topic].result(60)
-    scene.producer = confluent_kafka.Producer({"bootstrap.servers": broker.address})
-    scene.row(1, 11.0)
-    scene.store = scene.open()
+
+
+def test_a_deleted_topic_is_named(scene: RowScene) -> None:
     scene.follow()
-    scene.expect(1, 11.0)
-    scene.reopen()
-    scene.row(2, 12.0)
-    scene.expect(2, 12.0)
+    scene.row(1, 10.0)
     scene.is_in("caught up", rows=1)
+    scene.brokers.delete_topic(scene.topic)
+    scene.is_in("unknown topic", scene.topic)
+
+
+def test_a_rewind_reads_nothing_of_a_partition_that_is_quiet_since(tmp_path: Path, broker: RealBrokers) -> None:
+    scene = RowScene(tmp_path, broker, 3, kafka_rewind_s="2h")
+    now_ms = int(time.time() * 1000)
+    for partition, age_h, key in ((0, 72, 1), (0, 71, 2), (1, 72, 3), (1, 1, 4)):
+        moment = now_ms - age_h * 3_600_000
+        scene.producer.produce(scene.topic, value_of(99.0), str(key).encode(), partition=partition, timestamp=moment)
+    assert scene.producer.flush(60) == 0
+    scene.follow()
+    scene.expect(4, 99.0)
+    scene.row(5, 50.0, partition=2)
+    scene.row(6, 60.0, partition=0)
+    scene.expect(5, 50.0)
+    scene.expect(6, 60.0)
+    scene.is_in("caught up", rows=3, lost=0)
+    for key in (1, 2, 3):
+        scene.expect(key, float(key))  # as the snapshot has it
+    scene.close()
+
+
+class OpenTransaction:
+    """A transaction with one message in partition 0 of a topic, until it is aborted or committed."""
+
+    def __init__(self, scene: Any, key: bytes, value: bytes, headers: list[tuple[str, bytes]] | None = None) -> None:
+        self._producer = confluent_kafka.Producer(
+            {"bootstrap.servers": scene.brokers.address, "transactional.id": scene.topic, "log_level": 0}
+        )
+        self._producer.init_transactions(60)
+        self._producer.begin_transaction()
+        self._producer.produce(scene.topic, value, key, partition=0, headers=headers or [])
+        self._producer.flush(60)
+
+    def end(self, *, commit: bool = False) -> None:
+        (self._producer.commit_transaction if commit else self._producer.abort_transaction)(60)
+
+
+@pytest.mark.parametrize("commit", [True, False], ids=["committed", "aborted"])
+def test_an_open_transaction_and_what_waits_behind_it_are_shown(
+    scene: RowScene, monkeypatch: pytest.MonkeyPatch, commit: bool
+) -> None:
+    monkeypatch.setattr("tierstore.kafka.reader.LOOK_S", 0.1)
+    monkeypatch.setattr("tierstore.kafka.reader.STANDS_S", 0.5)
+    scene.follow()
+    scene.row(1, 10.0)
+    scene.is_in("caught up", rows=1)
+    transaction = OpenTransaction(scene, b"2", value_of(20.0))
+    for key in range(100, 200):
+        scene.producer.produce(scene.topic, value_of(float(key)), str(key).encode(), partition=0)
+    assert scene.producer.flush(60) == 0
+    scene.is_in("held up", "a transaction is open since offset 1, and 101 messages wait", lag_messages=101, rows=1)
+    transaction.end(commit=commit)
+    scene.expect(199, 199.0)
+    scene.is_in("caught up", rows=101 + commit, lag_messages=0)
+    scene.expect(2, 20.0 if commit else 2.0)
+
+
+def test_a_delta_behind_an_open_transaction_is_not_missing(deltas: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tierstore.service.sources.kafka.GAP_S", 0.2)
+    monkeypatch.setattr("tierstore.kafka.reader.LOOK_S", 0.1)
+    monkeypatch.setattr("tierstore.kafka.reader.STANDS_S", 0.5)
+    deltas.follow()
+    deltas.delta(5, {1: 50.0})
+    transaction = OpenTransaction(deltas, b"other", b"")
+    deltas.delta(4, {1: 40.0})
+    deltas.is_in("held up", "a transaction is open since offset 1, and 2 messages wait", lag_messages=2)
+    transaction.end()
+    deltas.reaches(5)
+    deltas.is_in("caught up", applied=2, lag_messages=0, parked=0)
+
+
+def test_a_writer_waits_for_a_transaction_of_anybody_and_names_it(
+    deltas: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deltas.delta(4, {1: 40.0})
+    other = [("model", b"ctr"), ("seq", b"6")]
+    transaction = OpenTransaction(deltas, b"ctr", delta(6, {1: 99.0}), other)
+    deltas.delta(5, {1: 50.0})
+    monkeypatch.setattr(writer, "_OPEN_S", 0.0)
+    with pytest.raises(tierstore.Unreachable, match=r"is open on partition 0 of .* since offset 1, and the 2 messages"):
+        tierstore.KafkaDeltaWriter(deltas.brokers.address, deltas.topic, "ctr")
+    left = [transaction]
+
+    def end_once(seconds: float) -> None:
+        if left:
+            left.pop().end()
+        else:  # the brokers settle it a moment later
+            time.sleep(seconds)
+
+    monkeypatch.setattr(writer, "time", SimpleNamespace(monotonic=time.monotonic, sleep=end_once))
+    monkeypatch.setattr(writer, "_OPEN_S", 60.0)
+    with tierstore.KafkaDeltaWriter(deltas.brokers.address, deltas.topic, "ctr") as made:
+        assert made.next_seq == 6  # what was aborted does not count
 
 
 def test_partitions_that_are_added_are_read(
@@ -207,7 +316,7 @@ def test_partitions_that_are_added_are_read(
 ) -> None:
     from confluent_kafka.admin import NewPartitions
 
-    monkeypatch.setattr("tierstore.service.sources.topic_thread.METADATA_S", 0.2)
+    monkeypatch.setattr("tierstore.service.sources.topic_thread.CHECK_S", 0.2)
     scene.follow()
     scene.row(1, 10.0)
     scene.expect(1, 10.0)
@@ -264,6 +373,31 @@ def test_leaders_that_are_killed_and_moved(tmp_path: Path, three: RealBrokers) -
     others.is_in("caught up", applied=6, duplicates=0, parked=0)
     scene.close()
     others.close()
+
+
+def test_rows_that_a_leader_without_the_newest_ones_got_since_are_read(tmp_path: Path, three: RealBrokers) -> None:
+    """An unclean election cuts the end of a partition off, and others are written there before the service looks."""
+    topic = three.new_topic(1, replicas=2, unclean_leader_election_enable="true", min_insync_replicas="1")
+    scene = RowScene(tmp_path, three, topic=topic)
+    scene.follow()
+    leader = three.leader(topic)
+    (other,) = three.replicas(topic) - {leader}
+    write(scene, range(1, 11), 0.0)
+    scene.is_in("caught up", rows=10)
+    three.kill(other)
+    eventually(lambda: three.in_sync(topic) == {leader}, "the other replica to be out of sync")
+    write(scene, range(11, 21), 0.0)
+    scene.is_in("caught up", rows=20)
+    three.kill(leader)
+    three.start(other)
+    eventually(lambda: three.leader(topic) == other, "the election")
+    write(scene, range(21, 51), 0.5)  # from offset 10 on
+    for key in (21, 30, 31, 50):
+        scene.expect(key, key + 0.5)
+    scene.is_in("caught up", lost=0)
+    scene.close()
+    three.start(leader)
+    three.await_in_sync(topic, 2)
 
 
 def test_the_tests_of_deltas_and_rows_pass_with_a_broker(broker: RealBrokers) -> None:

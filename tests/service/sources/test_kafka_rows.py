@@ -101,6 +101,49 @@ def test_rows_become_deltas_and_a_tombstone_deletes(wide: RowScene) -> None:
     assert wide.store.verify().ok
 
 
+def test_changes_of_a_database_are_applied_and_deletions_in_each_form(tmp_path: Path, brokers: Brokers) -> None:
+    scene = RowScene(
+        tmp_path, brokers, kafka_rows_envelope="debezium", kafka_rows_key_format="json",
+        kafka_rows_fields={"key": "item_id", "vector": "embedding"},
+    )  # fmt: skip
+    scene.follow()
+
+    def change(op: str, key: int, value: float | None = None) -> None:
+        before, after = (
+            ({"item_id": key}, None) if value is None else (None, {"item_id": key, "embedding": vector(value)})
+        )
+        event = {"before": before, "after": after, "op": op, "source": {}, "ts_ms": 1}
+        scene.put(
+            json.dumps({"schema": {}, "payload": {"item_id": key}}).encode(),
+            json.dumps({"schema": {}, "payload": event}).encode(),
+        )
+
+    change("r", 1, 10.0)
+    change("c", 1001, 20.0)
+    change("u", 2, 30.0)
+    change("d", 3)
+    scene.put(json.dumps({"schema": {}, "payload": {"item_id": 3}}).encode(), None)  # the tombstone behind it
+    change("t", 4)
+    scene.expect(1, 10.0)
+    scene.expect(1001, 20.0)
+    scene.expect(2, 30.0)
+    scene.expect(3, None)
+    scene.expect(4, 4.0)
+    assert "truncated" in scene.parked(1)[0]["reason"]
+    scene.is_in("caught up", rows=5, deleted=2)
+    scene.close()
+
+
+def test_a_row_that_is_marked_as_deleted_is_deleted(scene: RowScene) -> None:
+    scene.follow()
+    scene.row(17, 170.0)
+    scene.expect(17, 170.0)
+    scene.row(17, 170.0, __deleted="true")
+    scene.expect(17, None)
+    scene.row(17, 171.0, __deleted="false")
+    scene.expect(17, 171.0)
+
+
 def test_the_last_row_of_a_key_wins_within_a_delta(tmp_path: Path, brokers: Brokers) -> None:
     scene = RowScene(tmp_path, brokers)
     for value in (1.0, 2.0, 3.0):
@@ -403,6 +446,15 @@ def test_the_program_of_the_page(scene: RowScene) -> None:
         ({"kafka_rows": ["a"], "kafka_config": "schema.registry.url=registry:8081"}, "http or https URL"),
         ({"kafka_rows": ["a"], "kafka_config": "schema.registry.url=http://a:b@c"}, "basic.auth.user.info"),
         ({"kafka_rows": ["a"], "kafka_rows_fields": {"keys": "id"}}, "kafka_rows_fields"),
+        (
+            {
+                "kafka_rows": ["a"],
+                "kafka_rows_format": "protobuf",
+                "kafka_config": "schema.registry.url=http://registry:8081",
+                "kafka_rows_envelope": "debezium",
+            },
+            "have no envelope",
+        ),
         ({"kafka_rows": ["a"], "remote": "redis://127.0.0.1:1"}, "kafka_rows and remote"),
         ({"kafka_rows": ["a"], "upstream": "http://127.0.0.1:1"}, "upstream"),
     ],

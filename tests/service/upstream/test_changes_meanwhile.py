@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from types import ModuleType
 from typing import Any
@@ -61,6 +62,55 @@ def test_a_version_that_is_built_again_while_the_front_opens_it_is_opened_anew(
     goes_on.set()
     scenes.eventually(lambda: front.model("ctr").active_version == 2, "the front serves version 2")
     assert heads.every(front) == {"": (2, 2), "cvr": (2, 2), "ltv": (2, 2)}
+
+
+def test_a_version_that_is_loaded_anew_between_its_record_and_its_files_is_copied_anew(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = scene.node()
+    node.load(1, 0)
+    front = scene.front()
+    follower, update_dense = follower_of(front), VersionCopies.update_dense
+
+    def late(self: VersionCopies, number: int) -> Any:
+        if number == 2 and len(lines) == 1:
+            node.store.activate("ctr", 1)
+            scenes.eventually(lambda: not node.store.model("ctr").state.retiring, "version 2 is closed")
+            node.store.drop("ctr", 2)
+            shutil.rmtree(node.data / "ctr-2")
+            node.store.load_snapshot(scenes.write_snapshot(node.data, 2, stamp=1, dtype="float16", default="mean"))
+            before = lines[0]
+            scenes.eventually(lambda: line_now(2) not in (None, before), "the front has heard of it")
+            lines.append(str(line_now(2)))
+        return update_dense(self, number)
+
+    def line_now(number: int) -> str | None:
+        state = follower.shared.states()[0]  # type: ignore[attr-defined]
+        return None if state is None or number not in state.versions else state.versions[number].line
+
+    lines: list[str] = []
+    monkeypatch.setattr(VersionCopies, "update_dense", late)
+    fetch = VersionCopies._fetch
+
+    def noting(self: VersionCopies, number: int, *of: Any) -> None:
+        fetch(self, number, *of)
+        if number == 2 and not lines:
+            lines.append(str(line_now(2)))
+
+    follow = Follower._follow
+
+    def at_once(self: Follower, *of: Any) -> None:
+        follow(self, *of)
+        if self._switch is not None:
+            self._switch.join(30.0)
+
+    monkeypatch.setattr(VersionCopies, "_fetch", noting)
+    monkeypatch.setattr(Follower, "_follow", at_once)  # it serves before the next look
+    node.store.load_snapshot(scenes.write_snapshot(node.data, 2, stamp=0, dtype="bfloat16"))
+    scenes.eventually(lambda: front.model("ctr").active_version == 2, "the front serves version 2")
+    assert len(lines) == 2
+    check(front, "item", KEYS, 1)
+    assert front.model("ctr").lookup("item_id", [99_999]).any()
 
 
 def test_a_fold_under_way_puts_no_undone_dense_part_into_a_version_that_is_opened_anew(

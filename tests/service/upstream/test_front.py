@@ -362,6 +362,44 @@ def test_the_default_of_a_version_that_was_loaded_again_comes_with_its_rows(scen
     np.testing.assert_allclose(front.model("ctr").lookup("item_id", [99_999])[0], mean, rtol=1e-6)
 
 
+def serves(front: tierstore.Store, stamp: int, feature: str = "item_id") -> bool:
+    try:
+        rows = front.model("ctr").lookup(feature, [1])
+    except tierstore.TierstoreError:  # until the front knows that the version was built again
+        return False
+    return bool((rows == scenes.vectors(feature.removesuffix("_id"), stamp, [1])).all())
+
+
+def test_a_node_that_is_built_anew_under_one_number_brings_its_dtype_its_default_and_its_features(scene: Scene) -> None:
+    node = scene.node()
+    node.store.load_snapshot(scenes.write_snapshot(node.data, 1, stamp=1, dtype="float16"))
+    front = scene.front()
+    check(front, "item", KEYS, 1)
+    assert (front.model("ctr").lookup("item_id", [99_999]) == 0).all()
+    node.stop()
+    shutil.rmtree(node.data)
+    node.start()
+    where = node.data / "anew"
+    with tierstore.SnapshotWriter(where, model="ctr", version=1) as writer:
+        for table in ("user", "item"):
+            options = {"dim": scenes.DIM[table], "dtype": "bfloat16", "default": "mean"}
+            writer.table(table, **options).write(np.arange(64), scenes.vectors(table, 0, range(64)))
+            writer.feature(f"{table}_id", table=table)
+        writer.feature("bought", table="item", combiner="sum")
+    node.store.load_snapshot(where)
+    scenes.eventually(lambda: serves(front, 0), "the front serves what the node has now")
+    check(front, "item", range(64), 0)
+    np.testing.assert_array_equal(front.model("ctr").lookup("item_id", [99_999])[0], np.full(scenes.DIM["item"], 31.5))
+    model = front.status()["models"]["ctr"]
+    assert {of["dtype"] for of in model["tables"].values()} == {"bfloat16"}
+    assert front.model("ctr").lookup_bags("bought", [1, 2], [0]).tolist() == [[3.0] * scenes.DIM["item"]]
+    with pytest.raises(tierstore.errors.NotFound, match="clicked"):
+        front.model("ctr").lookup("clicked", [1])
+    scene.apply(scenes.stamped(1, {"item": [7]}))
+    await_watermark(front, 1)
+    check(front, "item", [7], 1)
+
+
 def test_a_version_that_goes_while_it_is_made_ready_is_a_failure_that_is_told_and_tried_again(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -114,6 +114,9 @@ class Folder:
     def tidy(self, stopping: Callable[[], bool]) -> None:
         """Tidy the files of changed rows of served versions. Stops if deltas need the fold more. StorageError,
         Corruption.
+
+        A view is published, which wakes this thread, only where there are other files: it would go round otherwise,
+        for as long as it has to stop at once.
         """
         live = self._live
         for version in [view.open_version for view in live.served.views if view.open_version.rows.needs_tidying()]:
@@ -125,8 +128,5 @@ class Folder:
                     or (self.pressed and not version.rows.must_tidy())
                 )
 
-            in_background(lambda version=version, give_up=give_up: version.tidy(give_up))  # type: ignore[misc]
-            with live.write:
-                now = live.served.view_of(version)
-                if now is not None:  # compiled readers then release what it replaced
-                    live.publisher.publish(live.served.with_views([View(version, now.overlays, now.seq)]))
+            if in_background(lambda version=version, give_up=give_up: version.tidy(give_up)):  # type: ignore[misc]
+                live.renew(version)  # compiled readers then release what was replaced

@@ -1,5 +1,5 @@
 """The lock of a data directory, for one process at a time: an flock on the file LOCK, which the kernel drops with the
-process.
+process. A forked child closes its copy of the descriptor at once, which leaves the lock to its parent.
 
 Until the process closes the directory, LOCK names the process, for people who look, and the directory by its inode. So
 a directory that was copied while open can be recognized: its LOCK names another inode. If the process serves the
@@ -85,5 +85,14 @@ def unlock(descriptor: int, *, whole: bool = True) -> None:
     with contextlib.suppress(OSError):
         if whole:
             os.ftruncate(descriptor, 0)
-    fcntl.flock(descriptor, fcntl.LOCK_UN)  # a process that this one forked has the lock open too, and may live on
+    fcntl.flock(descriptor, fcntl.LOCK_UN)  # a process that is being forked may have it open too for a moment
     os.close(descriptor)
+
+
+def _close_in_child() -> None:
+    while _held:
+        with contextlib.suppress(OSError):
+            os.close(_held.pop())
+
+
+os.register_at_fork(after_in_child=_close_in_child)

@@ -127,7 +127,8 @@ class Rebuilder:
         for folder in dict.fromkeys(new.parent for _, new in pairs):
             files.make_dir(folder)
         files.link_all(pairs)
-        self._begin_disk(where, records | info.identity_record(where) | {BASE: base})
+        records |= info.identity_record(where) | info.expired_before_record() | {BASE: base}
+        self._begin_disk(where, records)
         files.link_all([(info.where.record, where.record)])
 
     def _begin_disk(self, where: VersionDirectory, records: dict[str, bytes]) -> None:

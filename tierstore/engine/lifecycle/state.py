@@ -13,6 +13,7 @@ from pathlib import Path
 
 from tierstore.access.audit import Audit
 from tierstore.config import Settings
+from tierstore.config.memory import decoding_bytes
 from tierstore.engine.data.budget import DecodeBudget, HostBudget, OverlayBudget
 from tierstore.engine.data.disk_room import DiskRoom
 from tierstore.engine.deltas.dense import DenseParts
@@ -32,7 +33,6 @@ from tierstore.engine.serving.epochs import Epochs
 from tierstore.engine.serving.live import LiveViews
 from tierstore.engine.serving.publisher import Publisher
 from tierstore.engine.serving.record import StateRecord
-from tierstore.formats.delta.reader import MAX_DECODED_BYTES
 from tierstore.formats.names import ModelDirectory
 from tierstore.machine import processors
 from tierstore.predict.runtime import Runtime
@@ -86,7 +86,7 @@ def make_shared(
         readers,
         HostBudget(settings.host_budget),
         OverlayBudget(settings.overlay_budget),
-        DecodeBudget(MAX_DECODED_BYTES),
+        DecodeBudget(max(decoding_bytes(), settings.overlay_budget)),
         Runtime(settings),
         Devices(settings),
         Warmer(publishers, settings.warm_rate, settings.hot_keys_every_s, throttle),

@@ -127,6 +127,10 @@ class View:
             self._under[head] = view
         return view
 
+    def under_heads(self) -> tuple[View, ...]:
+        """The views that `under` has made."""
+        return tuple(self._under.values())
+
     @property
     def version(self) -> int:
         """The number of the version that answers."""

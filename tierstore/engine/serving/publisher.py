@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from tierstore.engine.reads.view import View
@@ -17,6 +17,7 @@ from tierstore.engine.serving.epochs import Epochs
 from tierstore.engine.serving.routing import Routing
 from tierstore.engine.serving.served import PublishedWords
 from tierstore.engine.versions.version import Version
+from tierstore.forks import refuse
 from tierstore.kernels.codec import address_of
 
 _tokens = itertools.count(1)
@@ -183,9 +184,14 @@ class Publisher:
         """Whether `version` is still read as it was before `seq`. Call it under `changed`."""
         return any(view.open_version is version and view.seq < seq for view in self._former())
 
-    def read_before(self, version: Version) -> bool:
-        """Whether a view of `version` from before the latest publication is still read. Call it under `changed`."""
-        return any(view.open_version is version for view in self._former())
+    def read_before(self, version: Version) -> list[View]:
+        """Views of `version` from before the latest publication that are still read. Call it under `changed`."""
+        return [view for view in self._former() if view.open_version is version]
+
+    def are_read(self, views: Iterable[View]) -> bool:
+        """Whether one of these views, which are not served any more, is still read. Call it under `changed`."""
+        read = set(map(id, self._former()))
+        return any(id(view) in read for view in views)
 
     def lowest_seq(self) -> int | None:
         """The lowest seq of the views that are served or still read; None if there are none."""
@@ -196,13 +202,20 @@ class Publisher:
         """Whether `version` is served, still read, or pinned. Call it under `changed`."""
         if self._served.view_of(version) is not None or version in self._pinned:
             return True
-        return self.read_before(version)
+        return bool(self.read_before(version))
 
     def _former(self) -> Iterator[View]:
         """Views that are not served any more, and may still be read."""
         yield from self._retired
         for views in self._announced:
             yield from views
+
+    def refuse(self) -> None:
+        """In a forked child: views raise Closed, and those that are held can be released."""
+        for view in dict.fromkeys((*self._served.views, *self._retired)):
+            for each in (*view.under_heads(), view):
+                refuse(each)
+        refuse(self, "release", "unhold")
 
     @contextmanager
     def pinned(self, number: int | None = None) -> Iterator[Version | None]:

@@ -16,6 +16,7 @@ import json
 from collections.abc import Iterator
 
 import numpy as np
+import numpy.typing as npt
 
 from tierstore.engine.data import row_count as rowcount
 from tierstore.engine.versions.info import EXPIRED, watermark_record
@@ -42,6 +43,12 @@ def old_keys(version: Version, table: str, oldest_s: int) -> Iterator[Keys]:
     yield waiting
 
 
+def times_in_batches(version: Version, table: str) -> Iterator[npt.NDArray[np.uint32]]:
+    """When each row of a table was last written, in seconds since 1970, in batches; as of the first request."""
+    for _, times in version.disk.scan(version.info.times_ids[table], TIME_BYTES, _MOST_KEYS):
+        yield from_rows(times)
+
+
 def expire(version: Version, table: str, keys: Keys, oldest_s: int) -> Keys:
     """Remove those of `keys` (ascending, distinct) that were still written before `oldest_s`. Returns them.
     StorageError.
@@ -56,7 +63,7 @@ def expire(version: Version, table: str, keys: Keys, oldest_s: int) -> Keys:
         counts = {**info.counts, table: info.counts[table].plus(rowcount.RowCount(-len(keys), exact=True))}
         expired = {**info.expired, table: info.expired.get(table, 0) + len(keys)}
         records = watermark_record(version.watermark) | rowcount.record(version.watermark, counts)
-        records |= {EXPIRED: json.dumps(expired).encode()}
+        records |= {EXPIRED: json.dumps(expired).encode()} | info.expired_before_record()
         gone = np.ones(len(keys), np.bool_)
         sizes = (info.tables[table]["id"], version.specs[table].row_bytes), (info.times_ids[table], TIME_BYTES)
         none = [(number, keys, np.zeros((len(keys), size), np.uint8), gone) for number, size in sizes]

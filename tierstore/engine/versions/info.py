@@ -50,6 +50,9 @@ RECORD_FORMATS: dict[int, BaseKind | Literal["remote"]] = {
 _IN_PARTITIONS = 4  # for either base; without its record `partitions`, absent keys would look like other nodes'
 MIN_TABLE_BUDGET = 128 << 10
 EXPIRED = "expired"  # the record of how many rows have expired since the load, by table
+# the record of the time, by table, before which a row must have been written for a check to find it expired, with a
+# clock that was taken to be right
+EXPIRED_BEFORE = "expired_before"
 
 
 def watermark_record(seq: int) -> dict[str, bytes]:
@@ -131,13 +134,13 @@ def _check_table(table: Mapping[str, Any], spec: TableSpec) -> None:
     CollidingKeys((str(text), int(code)) for text, code in table.get("colliding", ()))
 
 
-def _read_expired(disk: Records) -> dict[str, int]:
-    """How many rows have expired since the load, by table.
+def _numbers_by_table(disk: Records, record: str) -> dict[str, int]:
+    """The numbers in `EXPIRED` or `EXPIRED_BEFORE`, by table.
 
-    They are only reported, so a bad record is no reason not to serve.
+    No row depends on them, so a bad record is no reason not to serve.
     """
     try:
-        return {str(name): int(rows) for name, rows in json.loads(disk.record(EXPIRED) or b"{}").items()}
+        return {str(name): int(number) for name, number in json.loads(disk.record(record) or b"{}").items()}
     except (ValueError, TypeError, AttributeError):
         return {}
 
@@ -174,6 +177,7 @@ class VersionInfo:
         # tables whose rows have times here
         self.times_ids = {name: times_id(int(of["id"])) for name, of in self.tables.items() if of.get("times")}
         self.expired: dict[str, int] = {}  # rows by table, since the load; replaced as a whole
+        self.expired_before: dict[str, int] = {}  # in seconds since 1970, by table; replaced as a whole
         self.expiry_checked_s: float | None = None  # the last check since it was opened
         self.number = self.manifest.version
         self.specs: dict[str, TableSpec] = self.manifest.table_specs()
@@ -232,7 +236,9 @@ class VersionInfo:
             ) from error
         self.watermark = watermark
         self.left_out = disk.record(left_out.RECORD)
-        before, self.expired = self.expired, _read_expired(disk)
+        before, self.expired = self.expired, _numbers_by_table(disk, EXPIRED)
+        for name, oldest_s in _numbers_by_table(disk, EXPIRED_BEFORE).items():
+            self.note_expired_before(name, oldest_s)
         with self._counting:
             if watermark != self._counts_at or self.expired != before:
                 delta_seq = self.manifest.delta_seq
@@ -241,6 +247,14 @@ class VersionInfo:
         finish_dense(self.where, disk)
         self.passed_over = passed_over(disk)
         self.heads = heads_there(self.where, disk, self.loaded_digests)
+
+    def note_expired_before(self, table: str, oldest_s: int) -> None:
+        """Note that a check has found the rows of a table expired that were written before `oldest_s`."""
+        self.expired_before = {**self.expired_before, table: max(oldest_s, self.expired_before.get(table, 0))}
+
+    def expired_before_record(self) -> dict[str, bytes]:
+        """The record of `expired_before`, also for a line that is built again: it has such rows once more."""
+        return {EXPIRED_BEFORE: json.dumps(self.expired_before).encode()} if self.expired_before else {}
 
     def fold_heads(self, overlay: Overlay) -> None:
         """Note that the graphs of an overlay are valid now, or passed over; the owner has moved the files."""

@@ -64,8 +64,10 @@ class VersionRows(VersionStore, Records, Protocol):
     def must_tidy(self) -> bool:
         """Whether there are so many files that it must not wait for other work."""
 
-    def tidy(self, info: VersionInfo, give_up: Callable[[], bool]) -> None:
-        """Tidy the files of changed rows, on the thread that folds; `give_up` is called often."""
+    def tidy(self, info: VersionInfo, give_up: Callable[[], bool]) -> bool:
+        """Tidy the files of changed rows, on the thread that folds; `give_up` is called often. Returns whether there
+        are other files now.
+        """
 
     def may_fold(self, seq: int) -> bool:
         """Whether deltas up to `seq` may be folded: another node may have to apply them to the rows first."""

@@ -155,12 +155,12 @@ class Version:
         with self.writing:
             self._fold(overlay)
 
-    def tidy(self, give_up: Callable[[], bool]) -> None:
-        """Tidy the files of changed rows, on the thread that folds; `give_up` is called often. StorageError,
-        Corruption.
+    def tidy(self, give_up: Callable[[], bool]) -> bool:
+        """Tidy the files of changed rows, on the thread that folds; `give_up` is called often. Returns whether there
+        are other files now. StorageError, Corruption.
         """
         with self.writing:
-            self.rows.tidy(self.info, give_up)
+            return self.rows.tidy(self.info, give_up)
 
     def _fold(self, overlay: Overlay) -> None:
         for name in overlay.tables:

@@ -43,6 +43,9 @@ from tierstore.types import Keys, KeyType, Vectors, check_name
 
 ONNX = "onnx"
 MAX_DECODED_BYTES = 1 << 30
+# of memory that a row takes while it is read, beside its vector and what the framing claims: codes and places; strings
+# with their offsets and their table; and, where rows are deleted, what Arrow notes of the others
+_ROW_BYTES, _STRING_BYTES, _NULL_BYTES = 32, 96, 96
 T = TypeVar("T")
 
 
@@ -109,7 +112,8 @@ def read_delta(
 
     Raises DeltaError for anything but a whole and well-formed delta (`schema/delta.md`), or one that would take more
     than `max_decoded_bytes` in memory; StorageError if the file cannot be read. `reserve` is told of bytes beyond those
-    that its framing claims before they are taken: deleted rows take as many as others.
+    that its framing claims before they are taken: what is gathered from the batches is there beside them, and deleted
+    rows take as many as others.
     """
     if isinstance(data, (str, Path)):
         path = Path(data)
@@ -191,9 +195,9 @@ def _read(view: memoryview, max_decoded_bytes: int, reserve: Callable[[int], Non
         for batch, metadata in reader.iter_batches_with_custom_metadata():
             name = _table_name(metadata)
             if (of := head_of_table(name)) is not None:
-                dense[of] = _onnx(name, batch)
+                dense[of] = _onnx(name, batch, reserve)
             else:
-                tables.setdefault(name, _Collected(name)).add(batch)
+                tables.setdefault(name, _Collected(name, reserve)).add(batch)
     head = heads[0]
     if any(other != head for other in heads[1:]):
         raise DeltaError("bad delta: its streams differ in model, seq, event_time, base_version or parts")
@@ -206,9 +210,7 @@ def _read(view: memoryview, max_decoded_bytes: int, reserve: Callable[[int], Non
         seq=head.seq,
         event_time=head.event_time,
         base_version=head.base_version,
-        tables={
-            name: collected.finish(max_decoded_bytes, reserve) for name, collected in tables.items() if collected.codes
-        },
+        tables={name: collected.finish(max_decoded_bytes) for name, collected in tables.items() if collected.codes},
         dense=dense,
         digest=str(xxhash.xxh3_64_hexdigest(view)),
         nbytes=len(view),
@@ -226,7 +228,7 @@ def _table_name(metadata: Any) -> str:
         raise DeltaError(f"bad delta: {error}") from error
 
 
-def _onnx(name: str, batch: pa.RecordBatch) -> bytes:
+def _onnx(name: str, batch: pa.RecordBatch, reserve: Callable[[int], None]) -> bytes:
     """The graph that a batch carries; empty where it is null."""
     kind = batch.schema.field(0).type if batch.num_columns else None
     if batch.schema.names != [ONNX] or not (pa.types.is_binary(kind) or pa.types.is_large_binary(kind)):
@@ -234,6 +236,7 @@ def _onnx(name: str, batch: pa.RecordBatch) -> bytes:
     batch.validate(full=True)
     if len(batch) != 1:
         raise DeltaError(f"table {name}: expected one row, got {len(batch)} rows")
+    reserve(2 * (pc.binary_length(batch.column(0))[0].as_py() or 0))  # Arrow copies it twice on its way out
     graph = batch.column(0)[0].as_py()
     if graph == b"":
         raise DeltaError(f"table {name}: expected an ONNX model, or null to take it away; got no bytes at all")
@@ -247,9 +250,10 @@ def _shown(schema: pa.Schema) -> str:
 
 @dataclass(slots=True)
 class _Collected:
-    """A table's rows in their order in the delta, over batches and streams."""
+    """A table's rows in their order in the delta, over batches and streams. `reserve` as for `read_delta`."""
 
     name: str
+    reserve: Callable[[int], None]
     key: KeyType | None = None
     dim: int | None = None
     rows: int = 0
@@ -257,6 +261,7 @@ class _Collected:
     kept: list[npt.NDArray[np.bool_]] = field(default_factory=list)
     vectors: list[Vectors] = field(default_factory=list)
     strings: list[pa.Array] = field(default_factory=list)
+    apart: int = 0  # bytes reserved for the vectors of a batch that are a copy of it
 
     def add(self, batch: pa.RecordBatch) -> None:
         """Append a batch's rows. Raises DeltaError naming the table and the row in it."""
@@ -274,6 +279,7 @@ class _Collected:
         if key_type is None or self.key not in (None, key_type):
             raise Malformed(f"column {KEY!r}: expected {self.key or 'int64, uint64 or string'}, got {key.type}")
         self.key = key_type
+        self.reserve(len(batch) * (_STRING_BYTES if key_type is KeyType.STRING else _ROW_BYTES))
         if not pa.types.is_null(vector.type):
             check_vector_kind(vector.type, None)
             if value_kind(vector.type) not in (pa.float32(), pa.float16()):
@@ -296,6 +302,11 @@ class _Collected:
             return
         if self.dim is None:
             self.dim = self._dim_of(vector)
+        if not kept.all():  # Arrow copies the others; of the batches before only these copies are left
+            n = int(np.count_nonzero(kept))
+            apart = n * self.dim * vector.type.value_type.bit_width // 8 + len(kept) * _NULL_BYTES
+            self.reserve(max(0, apart - self.apart))
+            self.apart = max(self.apart, apart)
         vectors = vector_column(vector, self.dim)
         if not all_finite(vectors):
             bad = first_not_finite(vectors)
@@ -311,7 +322,7 @@ class _Collected:
             raise Malformed(f"expected a vector of 1 to {MAX_DIM} numbers, got {dim}")
         return dim
 
-    def finish(self, max_bytes: int, reserve: Callable[[int], None]) -> DeltaTable:
+    def finish(self, max_bytes: int) -> DeltaTable:
         assert self.key is not None
         codes, kept = _joined(self.codes), _joined(self.kept)
         last = dedup_last(codes)
@@ -329,7 +340,8 @@ class _Collected:
             raise DeltaError(
                 f"table {self.name!r}: its {n} rows of {dim} numbers would take more than {max_bytes} bytes: split it"
             )
-        reserve(sum(part.nbytes for part in self.vectors if len(self.vectors) > 1) + n * dim * dtype.itemsize)
+        joined = int(np.count_nonzero(kept)) * dim * dtype.itemsize if len(self.vectors) > 1 else 0
+        self.reserve(joined + n * dim * dtype.itemsize)  # beside what they are copied from
         vectors = _joined(self.vectors)
         if kept.all():
             vectors = vectors.take(last, axis=0)

@@ -25,6 +25,12 @@ class _Format(NamedTuple):
     advice: str
 
 
+DELTA_ADVICE = (
+    "Import what deltalake's QueryBuilder gives, as it is: "
+    "QueryBuilder().register('t', DeltaTable(…)).execute('SELECT * FROM t')"
+)
+
+
 def _format(name: str, file: str, advice: str) -> _Format:
     return _Format(name, re.compile(rf"(?:(?P<table>.+)/)?(?:{file})"), advice)
 
@@ -33,8 +39,9 @@ _FORMATS = (
     _format(
         "a Delta table (_delta_log)",
         r"_delta_log/[^/]+",
-        "duckdb -c \"COPY (FROM delta_scan('{table}')) TO 'live.parquet'\"; or in Python, "
-        "tierstore.import_table(deltalake.DeltaTable('{table}').to_pyarrow_dataset(), …)",
+        "duckdb -c \"COPY (FROM delta_scan('{table}')) TO 'live.parquet'\", for which DuckDB fetches an extension; or "
+        "in Python, tierstore.import_table(deltalake.QueryBuilder().register('t', deltalake.DeltaTable('{table}'))"
+        ".execute('SELECT * FROM t'), …)",
     ),
     _format(
         "an Iceberg table (metadata)",

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -84,7 +85,7 @@ def read_safetensors(
 ) -> Iterator[Block]:
     """Read a shard of `.safetensors`."""
     _refuse_strings(spec)
-    (tensors, unreadable), names = safetensors_header(path), _names(time)
+    (tensors, unreadable, _), names = safetensors_header(path), _names(time)
     for name in names:
         if name in unreadable:
             raise Malformed(f"tensor {name!r}: {unreadable[name]}")
@@ -147,10 +148,10 @@ def _narrower(key_bytes: int, vector_bytes: int, dim: int) -> str:
     return ""
 
 
-def safetensors_header(path: Location) -> tuple[dict[str, ShardTensor], dict[str, str]]:
-    """The tensors of a safetensors file, and why others in it cannot be read. All of its header is checked.
+def safetensors_header(path: Location) -> tuple[dict[str, ShardTensor], dict[str, str], dict[str, Any]]:
+    """The tensors of a safetensors file, why others in it cannot be read, and its metadata.
 
-    Raises Malformed.
+    All of its header is checked. Raises Malformed.
     """
     size = size_of(path)
     with open_regular(path) as file:
@@ -163,7 +164,7 @@ def safetensors_header(path: Location) -> tuple[dict[str, ShardTensor], dict[str
             raise Malformed(f"not a safetensors file: its header is not JSON: {error}") from error
     if not isinstance(header, dict):
         raise Malformed("not a safetensors file: its header is not a JSON object")
-    header.pop("__metadata__", None)
+    metadata = header.pop("__metadata__", None)
     begin = 8 + length
     tensors, unreadable, ranges = {}, {}, []
     for name, entry in header.items():
@@ -180,7 +181,7 @@ def safetensors_header(path: Location) -> tuple[dict[str, ShardTensor], dict[str
         reached = end
     if reached != size - begin:
         raise Malformed(f"expected {reached} bytes of data, as its header says, got {size - begin}")
-    return tensors, unreadable
+    return tensors, unreadable, metadata if isinstance(metadata, dict) else {}
 
 
 def _safetensor(path: Location, begin: int, name: str, entry: Any) -> tuple[ShardTensor | str, int, int]:
@@ -287,15 +288,22 @@ def _blocks(tensors: Sequence[ShardTensor], spec: TableSpec, batch_rows: int, wi
         yield as_codes(codes, spec.key), vector, None, as_times(parts[1]) if len(parts) > 1 else None
 
 
-def read_tensors(tensors: Sequence[ShardTensor], batch_rows: int) -> Iterator[tuple[npt.NDArray[Any], ...]]:
-    """Tensors of one length in step: from each an array of its next `batch_rows` entries. bfloat16 becomes float32.
+def read_tensors(
+    tensors: Sequence[ShardTensor], batch_rows: int, begin: int = 0
+) -> Iterator[tuple[npt.NDArray[Any], ...]]:
+    """Tensors of one length in step: from each an array of its next `batch_rows` entries, from row `begin` on.
+
+    bfloat16 becomes float32.
 
     Raises Malformed if a file ends early.
     """
     rows = tensors[0].shape[0]
     with contextlib.ExitStack() as stack:
         streams = [stack.enter_context(tensor.open()) for tensor in tensors]
-        for first in range(0, rows, batch_rows):
+        for stream, tensor in zip(streams, tensors, strict=True):
+            if begin:
+                stream.seek(begin * math.prod(tensor.shape[1:]) * tensor.dtype.itemsize, os.SEEK_CUR)
+        for first in range(begin, rows, batch_rows):
             n = min(batch_rows, rows - first)
             yield tuple(_read_array(stream, tensor, n) for stream, tensor in zip(streams, tensors, strict=True))
 

@@ -194,8 +194,16 @@ class _Run:
         return Response(500, [b"Internal Server Error"], b"text/plain; charset=utf-8", [CLOSE])
 
     def _end(self, response: Response | None) -> None:
+        """Send the response; if that fails, an error, or nothing: while Python has a request, it has no deadline."""
         self.has_ended = True
-        self._answer.send(response)
+        try:
+            self._answer.send(response)
+        except Exception:  # noqa: BLE001 - as above
+            try:
+                self._answer.send(self._failed())
+            except Exception:
+                logger.exception("a request to %s is not answered", self._path)
+                self._answer.send(None)
 
 
 class _Resumed:
@@ -262,6 +270,13 @@ class Handoff:
 
     def request(self, reply: Reply, data: bytes) -> None:
         """Answer an HTTP/1 request."""
+        try:
+            self._request(reply, data)
+        except Exception:
+            logger.exception("a request is not answered")
+            reply.drop()
+
+    def _request(self, reply: Reply, data: bytes) -> None:
         first, headers, body_at = split_head(data)
         method, target, version = first.split(b" ")
         if not target.startswith(b"/"):
@@ -282,6 +297,13 @@ class Handoff:
 
     def stream(self, stream: Stream, body: bytes) -> None:
         """Answer a whole HTTP/2 request."""
+        try:
+            self._request_of(stream, body)
+        except Exception:
+            logger.exception("a request to %s is not answered", stream.path.decode("latin-1"))
+            stream.reset()
+
+    def _request_of(self, stream: Stream, body: bytes) -> None:
         path, _, query = stream.path.partition(b"?")
         headers = stream.headers
         if stream.authority and all(name != b"host" for name, _ in headers):

@@ -18,12 +18,12 @@ from tierstore.config import Settings
 from tierstore.engine.store import Store
 from tierstore.errors import DeltaError, StorageError
 from tierstore.kafka.messages import Head, KafkaMessage, head_of
-from tierstore.kafka.reader import TopicReader
+from tierstore.kafka.reader import Topic, TopicReader
 from tierstore.kafka.window import Window
 from tierstore.service.sources.kafka_apply import Applier
 from tierstore.service.sources.kafka_positions import SOURCE, Positions
 from tierstore.service.sources.kafka_status import KafkaStats, families
-from tierstore.service.sources.topic_thread import POLL_S, SAVE_S, TopicThread, far_back, newest_of_logs
+from tierstore.service.sources.topic_thread import POLL_S, SAVE_S, TopicThread, far_back, newest_of_logs, note_gone
 from tierstore.service.traces import Traces
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,9 @@ class KafkaSource:
         self._parked = store.parked_files
         self._followed: set[str] = set()
         self._seen: dict[str, int] = {}  # model → its log's newest seq at the last look
-        self._gaps: dict[str, tuple[int, float]] = {}  # model → (the missing seq, since when)
+        self._gaps: dict[
+            str, tuple[tuple[int, int], float]
+        ] = {}  # model → ((the missing seq, parts that came), since when)
         self._rewound_for: dict[str, int] = {}  # model → the seq that a rewind has looked for
         self._forgot_at: dict[str, int] = {}  # model → its log's newest seq when the window had no room
         self._saved_s = self._maintained_s = 0.0
@@ -67,18 +69,18 @@ class KafkaSource:
 
     # --- the thread
 
-    def begin(self, reader: TopicReader) -> None:
+    def begin(self, reader: TopicReader, topic: Topic) -> None:
         """Read on from the recorded positions."""
         settings = self._settings
-        cluster, partitions = reader.partitions()
         logs = self._logs()
         held = {model: self._store.model(model).log.newest_origin(SOURCE) for model in logs}
-        reader.positions = dict.fromkeys(partitions, 0)
-        if self._positions.load(cluster, held):
-            begin = {one: self._positions.saved.get(one, 0) for one in partitions}
+        reader.positions = dict.fromkeys(topic.partitions, 0)
+        if self._positions.load(topic, held):
+            begin = {one: self._positions.saved.get(one, 0) for one in topic.partitions}
+            note_gone(reader, topic, self._positions.saved)
             self._followed = self._positions.models & logs.keys()
         else:
-            begin = far_back(reader, settings)
+            begin = reader.beginning() if self._positions.made_anew else far_back(reader, settings)
             self._followed = set(logs)
             self._positions.save(begin, self._followed, new_epoch=True)
         self._window = Window(max(_WINDOW_BYTES, 2 * settings.max_delta))
@@ -156,7 +158,7 @@ class KafkaSource:
         if now - self._saved_s >= SAVE_S:
             self.save()
             reader.commit(self._positions.saved)
-        self._thread.check_partitions(self._positions.cluster)
+        self._thread.check_topic()
         reader.look()
 
     def _follow_models(self) -> None:
@@ -175,16 +177,26 @@ class KafkaSource:
             self._rewind(logs, wanted, gaps)
 
     def _new_gaps(self, logs: dict[str, int]) -> set[str]:
-        """Models that have waited for a delta for a while, which neither a message nor a rewind brought."""
+        """Models that have waited for a delta for a while, which neither a message nor a rewind brought. One of which
+        some parts came is parked, and stays in the window: the others may come yet.
+        """
         now, parked = time.monotonic(), {(record.model, record.seq) for record in self._parked.list()}
         gaps = {}
         for model in self._window.models() if self._thread.reader.at_end else []:
             seq = logs[model] + 1
-            if not self._window.at(model, seq) and (model, seq) not in parked and self._rewound_for.get(model) != seq:
-                before, since_s = self._gaps.get(model, (0, now))
-                gaps[model] = (seq, since_s if before == seq else now)
+            held = self._window.at(model, seq)
+            if any(one.complete for one in held) or (model, seq) in parked:
+                continue
+            if held or self._rewound_for.get(model) != seq:
+                missing = seq, sum(len(one.values) for one in held)
+                before, since_s = self._gaps.get(model, (missing, now))
+                gaps[model] = (missing, since_s if before == missing else now)
         self._gaps = gaps
-        return {model for model, (_, since_s) in gaps.items() if now - since_s >= GAP_S}
+        overdue = {model for model, (_, since_s) in gaps.items() if now - since_s >= GAP_S}
+        cut = {model for model in overdue if self._window.at(model, logs[model] + 1)}
+        for model in cut:
+            self._applier.park_cut(self._window.at(model, logs[model] + 1)[-1])
+        return overdue - cut
 
     def _rewind(self, logs: dict[str, int], models: set[str], gaps: set[str]) -> None:
         reader = self._thread.reader

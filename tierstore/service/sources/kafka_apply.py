@@ -77,6 +77,14 @@ class Applier:
         held.values[1], held.offsets[1] = message.value, message.offset
         self._park_delta(held, reason, None, None)
 
+    def park_cut(self, held: Held) -> None:
+        """Park the parts that came of a delta, so that it can be skipped. They are held all the same."""
+        reason = (
+            f"only {len(held.values)} of {held.parts} parts came: what wrote it ended between them, or they were "
+            f"deleted; write delta {held.seq} again, or skip it"
+        )
+        self._park_delta(held, reason, held.model, held.seq)
+
     def _park(self, held: Held, reason: str) -> None:
         self._park_delta(held, reason, held.model, held.seq)
         self._window.remove(held)

@@ -5,7 +5,10 @@ delta. That stays true, so a start takes the highest offsets of the newest entri
 from time to time, for messages without an entry (duplicates, parked messages).
 
 A rewind makes earlier records void: it begins a new `epoch`, and only records of the epoch in `positions.json` count.
-If that file is lost, the topic is read from its beginning; deltas that the store has are skipped. One thread.
+If that file is lost, the topic is read from its beginning; deltas that the store has are skipped.
+
+A topic that was deleted and made again has the same name, and another id: its offsets say nothing. An id that either
+side does not know says nothing either: releases before it was recorded wrote none. One thread.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from typing import Any
 from tierstore.engine.deltas.origin import Origin
 from tierstore.errors import NotFound, StorageError
 from tierstore.formats import files
+from tierstore.kafka.reader import Topic
 
 logger = logging.getLogger(__name__)
 
@@ -32,31 +36,36 @@ class Positions:
 
     def __init__(self, path: Path, topic: str, source: str = SOURCE) -> None:
         self._path, self._topic, self._source = path, topic, source
-        self.cluster = ""
+        self.cluster = self.topic_id = ""
+        self._recorded_id = ""  # that the record has
+        self.made_anew = False  # whether what is known is of a topic of this name that was deleted since
         self.epoch = 0
         self.saved: dict[int, int] = {}
         self.models: set[str] = set()
         self.seq = 0  # the newest of the model's log when the record was written, if it is of one model
 
-    def load(self, cluster: str, origins: Mapping[str, Origin | None]) -> bool:
-        """Read what is known of the topic in this cluster; `origins` are the newest ones, by model. False if nothing
-        is.
-        """
-        self.cluster = cluster
+    def load(self, topic: Topic, origins: Mapping[str, Origin | None]) -> bool:
+        """Read what is known of a topic; `origins` are the newest ones, by model. False if nothing is."""
+        self.cluster, self.topic_id = topic.cluster, topic.topic_id
         record = self._read()
-        if (record.get("topic"), record.get("cluster")) != (self._topic, cluster):
+        is_here = (record.get("topic"), record.get("cluster")) == (self._topic, self.cluster)
+        self._recorded_id = str(record.get("topic_id", ""))
+        self.epoch = int(record.get("epoch", 0))
+        self.models = set(record["models"]) if is_here else set()
+        newer = [one for model, one in origins.items() if model in self.models and one and self._counts(one)]
+        ids = [str(one["topic_id"]) for one in (record, *newer) if one.get("topic_id")] if is_here else []
+        self.made_anew = any(self._is_other(one) for one in ids)
+        if not is_here or self.made_anew:
             epochs = [int(origin.get("epoch", 0)) for origin in origins.values() if origin is not None]
-            self.epoch = max([*epochs, int(record.get("epoch", 0))]) + 1
+            self.epoch = max([*epochs, self.epoch]) + 1
             self.saved, self.models = {}, set()
             return False
-        self.epoch = int(record["epoch"])
-        self.models = set(record["models"])
+        self.topic_id = self.topic_id or next(iter(ids), "")
         self.seq = int(record.get("seq", 0))
         self.saved = {int(partition): int(offset) for partition, offset in record["positions"].items()}
-        for model, origin in origins.items():
-            if model in self.models and origin is not None and self._counts(origin):
-                for partition, offset in origin["resume"].items():
-                    self.saved[int(partition)] = max(self.saved.get(int(partition), 0), int(offset))
+        for origin in newer:
+            for partition, offset in origin["resume"].items():
+                self.saved[int(partition)] = max(self.saved.get(int(partition), 0), int(offset))
         return True
 
     def adopt(self, origin: Origin | None) -> bool:
@@ -66,8 +75,14 @@ class Positions:
         """
         if origin is None or (origin.get("topic"), origin.get("cluster")) != (self._topic, self.cluster):
             return False
+        self.made_anew = self.made_anew or self._is_other(str(origin.get("topic_id", "")))
+        if self.made_anew:
+            return False
         self.saved = {int(partition): int(offset) for partition, offset in origin["resume"].items()}
         return True
+
+    def _is_other(self, topic_id: str) -> bool:
+        return bool(topic_id and self.topic_id and topic_id != self.topic_id)
 
     def _counts(self, origin: Origin) -> bool:
         return (origin.get("topic"), origin.get("cluster"), origin.get("epoch")) == (
@@ -91,6 +106,7 @@ class Positions:
             "source": self._source,
             "topic": self._topic,
             "cluster": self.cluster,
+            "topic_id": self.topic_id,
             "epoch": self.epoch,
             **more,
             "resume": {str(one): offset for one, offset in resume.items()},
@@ -99,7 +115,8 @@ class Positions:
     def save(self, positions: Mapping[int, int], models: Iterable[str], *, new_epoch: bool = False) -> None:
         """Make a record durable. With `new_epoch` no earlier record counts any more."""
         epoch, wanted = self.epoch + new_epoch, set(models)
-        if not new_epoch and self.saved == positions and self.models == wanted:
+        is_recorded = self._recorded_id == self.topic_id
+        if not new_epoch and is_recorded and self.saved == positions and self.models == wanted:
             return
         files.make_dir(self._path.parent)
         files.publish_record(
@@ -107,6 +124,7 @@ class Positions:
             {
                 "topic": self._topic,
                 "cluster": self.cluster,
+                "topic_id": self.topic_id,
                 "epoch": epoch,
                 "positions": {str(partition): offset for partition, offset in positions.items()},
                 "models": sorted(wanted),
@@ -114,3 +132,4 @@ class Positions:
             },
         )
         self.epoch, self.saved, self.models = epoch, dict(positions), wanted
+        self._recorded_id = self.topic_id

@@ -52,7 +52,7 @@ def make_row_reader(settings: Settings) -> RowReader:
     registry = registry_of(read_options(settings.kafka_config))
     value = decoder(settings.kafka_rows_format, names, registry=registry, schema=settings.kafka_rows_schema)
     key = decoder(settings.kafka_rows_key_format, names[:1], registry=registry, schema=None)
-    return RowReader(value, key, settings.kafka_rows_fields)
+    return RowReader(value, key, settings.kafka_rows_fields, settings.kafka_rows_envelope)
 
 
 def check_row_topics(settings: Settings) -> None:
@@ -66,5 +66,10 @@ def check_row_topics(settings: Settings) -> None:
         raise ConfigError(
             "kafka_rows and remote: a cluster's log does not keep the positions of the topic, so that rows would be "
             "lost or repeated; write deltas to a topic (kafka_topic), or follow the rows on machines that have them"
+        )
+    if settings.kafka_rows_envelope != "none" and settings.kafka_rows_format.startswith("protobuf"):
+        raise ConfigError(
+            f"kafka_rows_envelope and kafka_rows_format: {settings.kafka_rows_format} rows have no envelope; have the "
+            "connector write the row alone (Debezium: the transform ExtractNewRecordState)"
         )
     make_row_reader(settings)

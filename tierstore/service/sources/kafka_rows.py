@@ -31,13 +31,13 @@ from tierstore.errors import (
 )
 from tierstore.kafka.messages import KafkaMessage, digest_of
 from tierstore.kafka.parked import Parked
-from tierstore.kafka.reader import TopicReader
+from tierstore.kafka.reader import Topic, TopicReader
 from tierstore.kafka.rows import ROW_BYTES, Row, TableRows, fit, make_delta
 from tierstore.service.sources.kafka_apply import LONGEST_RETRY_S, RETRY_S
 from tierstore.service.sources.kafka_positions import Positions
 from tierstore.service.sources.kafka_routes import TopicRoute, make_row_reader
 from tierstore.service.sources.kafka_rows_status import RowStats, row_families
-from tierstore.service.sources.topic_thread import POLL_S, SAVE_S, TopicThread, far_back, newest_of_logs
+from tierstore.service.sources.topic_thread import POLL_S, SAVE_S, TopicThread, far_back, newest_of_logs, note_gone
 from tierstore.tiers.background import without_yielding, yield_to_requests
 
 logger = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ class RowTopic:
         self._rows = make_row_reader(settings)
         self.stats = RowStats(route.topic)
         self._pending_bytes = min(PENDING_BYTES, int(settings.max_delta))
-        self._cluster = ""
+        self._found = Topic("", "", [])
         self._models: dict[str, _Followed] = {}
         self._why: dict[str, str] = {}  # model → why its rows cannot be applied now
         self._resume_s = self._saved_s = self._maintained_s = 0.0
@@ -103,13 +103,16 @@ class RowTopic:
 
     # --- the thread
 
-    def begin(self, reader: TopicReader) -> None:
+    def begin(self, reader: TopicReader, topic: Topic) -> None:
         """Read on behind the content of the models' logs; rows that waited are read again."""
-        self._cluster, partitions = reader.partitions()
-        reader.positions = dict.fromkeys(partitions, 0)
-        self._models = {}
+        self._found = topic
+        reader.positions = dict.fromkeys(topic.partitions, 0)
+        before, self._models = self._models, {}
         begins = [self._adopt(model, last) for model, last in self._logs().items()]
-        reader.assign({one: min((begin.get(one, 0) for begin in begins), default=0) for one in partitions})
+        for model, of in self._models.items():
+            if of.positions.made_anew and model in before:  # nobody else has them any more
+                of.pending, of.nbytes, of.attempt = before[model].pending, before[model].nbytes, before[model].attempt
+        reader.assign({one: min((begin.get(one, 0) for begin in begins), default=0) for one in topic.partitions})
         self.stats.topic.connected()
 
     def step(self, reader: TopicReader) -> None:
@@ -266,7 +269,8 @@ class RowTopic:
         needed = {one: max(offset, of.skip.get(one, 0)) for one, offset in self._thread.reader.positions.items()}
         for row in waiting:
             message = row.message
-            needed[message.partition] = min(message.offset, needed[message.partition])
+            if message.partition in needed:  # it may be of a topic that had more
+                needed[message.partition] = min(message.offset, needed[message.partition])
         return needed
 
     # --- periodic work
@@ -279,7 +283,7 @@ class RowTopic:
             reader.commit(
                 {one: min(n[one] for n in self._all_needed()) for one in reader.positions} if self._models else {}
             )
-        self._thread.check_partitions(self._cluster)
+        self._thread.check_topic()
         reader.look()
         self._update_stats()
         self._maintained_s = time.monotonic()
@@ -305,9 +309,12 @@ class RowTopic:
         reader, source = self._thread.reader, f"kafka rows {self._topic}"
         positions = Positions(self._store.root.kafka_rows(self._topic, model), self._topic, source)
         origin = self._store.model(model).log.newest_origin(source)
-        is_on_record = positions.load(self._cluster, {model: origin}) and positions.seq <= last
+        is_on_record = positions.load(self._found, {model: origin}) and positions.seq <= last
         if is_on_record or positions.adopt(origin):
             begin = {one: positions.saved.get(one, 0) for one in reader.positions}
+            note_gone(reader, self._found, positions.saved)
+        elif positions.made_anew:
+            begin = reader.beginning()
         else:
             begin = far_back(reader, self._settings)
         positions.seq = last

@@ -18,7 +18,7 @@ from tierstore.engine.events.changes import REQUESTER
 from tierstore.engine.store import Store
 from tierstore.errors import NotFound, Unreachable
 from tierstore.kafka.client import read_options
-from tierstore.kafka.reader import BATCH, TopicReader
+from tierstore.kafka.reader import BATCH, ID_S, LATE_ID_S, METADATA_S, Topic, TopicReader
 from tierstore.service.error_status import log_failure
 from tierstore.service.sources.kafka_apply import LONGEST_RETRY_S, RETRY_S
 from tierstore.service.sources.kafka_status import KafkaStats
@@ -28,13 +28,20 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.1
 SAVE_S = 5.0  # between records of positions that no delta was logged with
-METADATA_S = 30.0  # between requests for the topic's partitions
+CHECK_S = 5.0  # between questions whether the topic is the same, and which partitions it has
+
+
+class _BeginAgain(Exception):
+    """The topic is not, or may not be, the one that is read. The message says why."""
 
 
 class Work(Protocol):
-    """The thread's work. Any error in it ends the connection, and `begin` is called again after a pause."""
+    """The thread's work. Any error in it ends the connection, and `begin` is called again after a pause.
 
-    def begin(self, reader: TopicReader) -> None: ...
+    `topic`: as it is when it begins. If it is another one later, the connection ends too.
+    """
+
+    def begin(self, reader: TopicReader, topic: Topic) -> None: ...
     def step(self, reader: TopicReader) -> None: ...
     def save(self) -> None: ...  # at the end of the thread, if it is connected
 
@@ -50,6 +57,7 @@ class TopicThread:
         self._thread = Thread(target=self._run, name=name, daemon=True)
         # for the thread
         self._reader: TopicReader | None = None
+        self._found = Topic("", "", [])  # as it was when it was looked at last
         self._checked_s = 0.0
 
     def start(self) -> None:
@@ -72,12 +80,16 @@ class TopicThread:
         while not self.stopping.is_set():
             try:
                 self._reader = reader = self._connect()
+                # brokers that gave an id once are waited for
+                self._found = reader.describe(METADATA_S if self._found.topic_id else ID_S)
                 self._checked_s = time.monotonic()
-                self._work.begin(reader)
+                self._work.begin(reader, self._found)
                 while not self.stopping.is_set():
                     self._work.step(reader)
                     pause_s = RETRY_S
                 self._work.save()
+            except _BeginAgain as why:
+                logger.warning("kafka: %s: %s", self._topic, why)
             except Unreachable as error:
                 self._report("broker unreachable", error)
             except NotFound as error:
@@ -100,27 +112,41 @@ class TopicThread:
         assert settings.kafka is not None
         return TopicReader(settings.kafka, self._topic, group, read_options(settings.kafka_config), batch=self._batch)
 
-    def check_partitions(self, cluster: str) -> None:
-        """Now and then, look for new partitions of the topic, and read them too.
+    def check_topic(self) -> None:
+        """Now and then, look whether the topic is still the same, and read its new partitions too.
 
-        Unreachable if the brokers do not belong to `cluster` any more.
+        NotFound if it is gone.
         """
         reader, now_s = self.reader, time.monotonic()
-        if now_s - self._checked_s < (RETRY_S if reader.problem else METADATA_S):
+        if now_s - self._checked_s < (RETRY_S if reader.problem else CHECK_S):
             return
         self._checked_s = now_s
         try:
-            now, partitions = reader.partitions()
+            now = reader.describe(LATE_ID_S)
         except Unreachable:
             return  # `problem` reports it; messages that were read can still be applied
-        if now != cluster:
-            raise Unreachable(
-                f"kafka: the brokers now belong to another cluster, {now!r}: reading it from its beginning"
+        before, self._found = self._found, now._replace(topic_id=now.topic_id or self._found.topic_id)
+        if now.cluster != before.cluster:
+            raise _BeginAgain(f"the brokers now belong to another cluster, {now.cluster!r}, of which it is read anew")
+        if self._found.topic_id != before.topic_id:
+            raise _BeginAgain(
+                f"it has another id than before, {now.topic_id}: it was deleted and made again"
+                if before.topic_id
+                else f"its id is known now, {now.topic_id}"
             )
-        if new := [one for one in partitions if one not in reader.positions]:
+        note_gone(reader, self._found, reader.positions)
+        if new := [one for one in now.partitions if one not in reader.positions]:
             logger.info("kafka: %s has new partitions: %s", self._topic, new)
             self._stats.rebalancing()
             reader.assign({**reader.positions, **dict.fromkeys(new, 0)})
+
+
+def note_gone(reader: TopicReader, topic: Topic, known: Iterable[int]) -> None:
+    """Have the reader say which of the partitions that were `known` the topic no longer has.
+
+    Where there is an id, and it is the same, none is gone: the broker that answered has not heard of them yet.
+    """
+    reader.gone = [] if topic.topic_id else sorted({*reader.gone, *known} - {*topic.partitions})
 
 
 def far_back(reader: TopicReader, settings: Settings) -> dict[int, int]:

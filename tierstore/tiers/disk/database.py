@@ -19,6 +19,7 @@ from pathlib import Path
 
 import rocksdict
 
+from tierstore import open_files
 from tierstore.errors import Closed, StorageError
 from tierstore.formats.regular import check_directory
 from tierstore.tiers.background import yield_to_requests
@@ -29,6 +30,7 @@ log = logging.getLogger(__name__)
 
 _L0_MAX = 24  # RocksDB does not delay ingests, however many files pile up
 _MERGE_POLL_S = 0.01
+_OPENED_AT_ONCE = 16  # files, by RocksDB itself
 MOST_UNUSED = 16
 _PROPERTIES = {
     "bytes": "total-sst-files-size",
@@ -45,8 +47,8 @@ _PROPERTIES = {
 class _Connection:
     """An open RocksDB, from opening it to closing it."""
 
-    def __init__(self, db: rocksdict.Rdict, writable: bool) -> None:
-        self.db, self.writable = db, writable  # constant after construction
+    def __init__(self, db: rocksdict.Rdict, writable: bool, cache: rocksdict.Cache) -> None:
+        self.db, self.writable, self.cache = db, writable, cache  # constant after construction
         # guarded by the database's gate
         self.users = 0
         self.cursors: set[Cursor] = set()
@@ -86,7 +88,13 @@ class Database:
             pass
 
     def _connect(self, *, to_write: bool, new: bool = False) -> _Connection:
-        family = tier_options(rocksdict.Cache(self._cache_bytes), self._open_threads)
+        # opened for reading, RocksDB knows nothing of the merges of the next one to write, which remove files from the
+        # directory: it goes on with those that it has open. By itself it opens sixteen, and the others when they are read
+        hold = 0 if to_write else self._files()
+        with self._gate:  # a scan may keep a former connection for long: all of them share one cache, within its bytes
+            others = [*self._former, *([] if self._current is None else [self._current])]
+        cache = others[0].cache if others else rocksdict.Cache(self._cache_bytes)
+        family = tier_options(cache, self._open_threads, hold=hold)
         family.create_if_missing(new)
         family.set_error_if_exists(new)
         access = rocksdict.AccessType.read_write() if to_write else rocksdict.AccessType.read_only()
@@ -96,7 +104,14 @@ class Database:
                 check_directory(self._path)
             # the family's options must be given as such: on reopen RocksDB would use its defaults
             db = rocksdict.Rdict(str(self._path), family, column_families={"default": family}, access_type=access)
-        return _Connection(db, to_write)
+        return _Connection(db, to_write, cache)
+
+    def _files(self) -> int:
+        """The number of sorted files in the directory; this process may have them open from now on."""
+        files = len(list(self._path.glob("*.sst")))
+        if files > _OPENED_AT_ONCE:
+            open_files.allow(files)
+        return files
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -159,11 +174,16 @@ class Database:
     def _release(self, connection: _Connection) -> None:
         with self._gate:
             connection.users -= 1
+        self._close_former()
+        _unused.note(self)
+
+    def _close_former(self) -> None:
+        """Close former connections that nothing uses any more."""
+        with self._gate:
             unused = [each for each in self._former if each.unused]
             self._former = [each for each in self._former if each not in unused]
         for each in unused:
             self._close(each)
-        _unused.note(self)
 
     def let_go(self) -> bool:
         """Close the connection if it is not used; False if it is."""
@@ -213,6 +233,7 @@ class Database:
             cursor.iterator = None
             with self._gate:
                 connection.cursors.discard(cursor)
+            self._close_former()
 
     def ingest(self, paths: Sequence[Path]) -> None:
         """Take in sorted files by moving them, all or none; the later file wins for a key in several. Raises StorageError."""

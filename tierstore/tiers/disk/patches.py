@@ -18,8 +18,8 @@ import json
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,12 +47,15 @@ RECORD = "patches"
 BITS_A_KEY = 10
 LIKE_SIZED = 4  # patches that are merged into one
 MOST_BYTES = 512 << 20  # the largest merged patch: merging it takes a background thread some ten seconds
+LEAST_COPIED = 1 << 18  # keys that one call of `rebuild` copies in any case: a quarter of a second
 _MANY = 32
 _SMALLEST = 1024  # keys: smaller patches count as of one size
 _PIECE_BYTES = 4 << 20  # of rows that are merged at a time
 _NONE = np.empty(0, np.int64)
+_ENDED = 1 << 63  # above all keys
 
 Marked = tuple[Keys, Rows]  # rows with the mark behind them
+EntriesFrom = Callable[[int, int, int | None], Iterator[Changes]]  # of a table's id, the bytes of a row, the first key
 Trust = tuple[bool, tuple["Patch", ...]]  # the valid patches, and whether they are complete
 
 
@@ -74,6 +77,13 @@ class Patch:
     @property
     def memory_bytes(self) -> int:
         return self._filter.nbytes + self._table.first_keys.nbytes
+
+    @property
+    def last_key(self) -> int:
+        (file,) = self._table.files
+        self.awake()
+        keys, _ = read_blocks(file, len(file.first_keys) - 1, len(file.first_keys), None)
+        return int(keys[-1])
 
     @property
     def entry(self) -> dict[str, Any]:
@@ -129,6 +139,7 @@ class Patches:
         self._next = 1
         self._unnamed: list[Path] = []  # files that the next record no longer names
         self._whole = False  # whether the patches have all changed rows
+        self._rebuilt: dict[int, int] | None = None  # by table id, the key below which `rebuild` has copied all
         self._served: tuple[bool, dict[int, Patched]] = False, {}  # replaced as a whole, as readers take no lock
         self.damaged = False  # set by any thread that could not read a patch
         self._using = threading.Lock()
@@ -184,6 +195,11 @@ class Patches:
         return self._whole and not self.damaged
 
     @property
+    def published(self) -> object:
+        """What readers find now: another object after each change of it."""
+        return self._served
+
+    @property
     def is_due(self) -> bool:
         """Whether `merge` has anything to do."""
         return any(map(_alike, self._by_table().values()))
@@ -203,6 +219,7 @@ class Patches:
         """Let RocksDB answer for all patches."""
         self._unnamed += [patch.path for patch in self._patches]
         self._whole = self.damaged = False
+        self._rebuilt = None
         self._publish(())
 
     def distrust(self) -> Trust:
@@ -265,6 +282,8 @@ class Patches:
         """
         for table_id in self._by_table():
             while run := _alike(self._by_table()[table_id]):
+                if give_up():
+                    return
                 try:
                     merged = self._merged(run, give_up)
                 except Corruption:
@@ -275,9 +294,7 @@ class Patches:
                 self._replace(run, merged)
 
     def _merged(self, run: Sequence[Patch], give_up: Callable[[], bool]) -> Patch | None:
-        row_bytes = run[0].row_bytes
-        rows_at_once = max(1024, _PIECE_BYTES // row_bytes)
-
+        rows_at_once = _rows_at_once(run[0].row_bytes)
         try:
             with self._in_use():
                 parts = _merge([patch.parts(rows_at_once) for patch in run])
@@ -291,55 +308,75 @@ class Patches:
         self._unnamed += [patch.path for patch in run]
         self._publish((*left[:at], by, *left[at:]))
 
-    def rebuild(
-        self, tables: Iterable[tuple[int, int, Iterator[Changes]]], give_up: Callable[[], bool]
-    ) -> list[Patch] | None:
-        """Make patches of everything in RocksDB, for `replace_all`. For each table: its id, the bytes of a row, and its entries.
+    def rebuild(self, row_bytes: Mapping[int, int], entries: EntriesFrom, give_up: Callable[[], bool]) -> bool:
+        """Make patches of everything in RocksDB, by table id. Returns whether all are there; then call `complete`.
 
-        None if `give_up` returned True. StorageError, with no file left.
+        Once `give_up` returns True it ends soon. What it has copied stays, beneath the patches of changes that come meanwhile, and the next call goes on
+        from there: each copies at least `LEAST_COPIED` keys, so that it ends however often it is given up. StorageError.
         """
-        new: list[Patch] = []
-        try:
-            for table_id, row_bytes, entries in tables:
-                new += (self._write(table_id, _until(part, give_up)) for part in _pieces(entries, row_bytes))
-        except _GivenUp:
-            self.remove(new)
-            return None
-        except BaseException:
-            self.remove(new)
-            raise
-        return new
+        if self._rebuilt is None or self.damaged:
+            self._drop()
+            self._rebuilt = {}
+        for table_id, size in row_bytes.items():
+            while (low := self._rebuilt.get(table_id)) is None or low < _ENDED:
+                if (patch := self._copy(table_id, size, low, entries, give_up)) is None:
+                    self._rebuilt[table_id] = _ENDED
+                    continue
+                self._rebuilt[table_id] = patch.last_key + 1
+                self._publish((*self._patches, patch))
+                if give_up():
+                    return False
+        return True
 
-    def records_of(self, patches: Sequence[Patch], records: Records) -> Records:
-        """The records that say that these are all patches, and that they are complete."""
-        return self._records(patches, records, whole=True)
+    def _copy(
+        self, table_id: int, size: int, low: int | None, entries: EntriesFrom, give_up: Callable[[], bool]
+    ) -> Patch | None:
+        """A patch of RocksDB's entries from the key `low` on; None if there are none."""
+        most = max(1, MOST_BYTES // (size + 9))
 
-    def replace_all(self, patches: Sequence[Patch]) -> None:
-        """Use these patches only: RocksDB has their `records_of`."""
-        self._unnamed += [patch.path for patch in self._patches]
-        self._whole, self.damaged = True, False
-        self._publish(tuple(patches))
+        def parts(source: Iterator[Changes]) -> Iterator[Marked]:
+            count = 0
+            for keys, deleted, live in source:
+                rows = np.zeros((len(keys), size), np.uint8)
+                rows[~deleted] = live
+                yield keys, _marked(rows, deleted)
+                yield_to_requests()
+                count += len(keys)
+                if count >= most or (count >= LEAST_COPIED and give_up()):
+                    return
+
+        with closing(entries(table_id, size, low)) as source:  # type: ignore[type-var]
+            copied = parts(source)
+            first = next(copied, None)
+            return None if first is None else self._write(table_id, itertools.chain([first], copied))
+
+    def records_as_whole(self, records: Records) -> Records:
+        """The records that say that the patches are complete."""
+        return self._records(self._patches, records, whole=True)
+
+    def complete(self) -> None:
+        """The patches are complete: RocksDB has their `records_as_whole`."""
+        self._whole, self._rebuilt = True, None
+        self._publish(self._patches)
 
     def _write(self, table_id: int, parts: Iterable[Marked]) -> Patch:
         """Write a patch of at least one key, and its filter."""
         path = files.make_dir(self._folder) / f"{self._next}.rows"
         self._next += 1
-        written: list[Keys] = []
-
-        def noted() -> Iterator[Marked]:
-            for part_keys, rows in parts:
-                written.append(np.ascontiguousarray(part_keys))
-                yield part_keys, rows
-
-        first = next(source := noted())
+        first = next(source := iter(parts))
         built = write_sealed_parts(path, table_id, first[1].shape[1], itertools.chain([first], source), durable=False)
         words = bloom.empty(built.entries, BITS_A_KEY)
-        for part in written:
-            bloom.add(words, part)
         try:
+            patch = Patch(path, built.xxh3, built.bytes, words)
+            if len(first[0]) == built.entries:
+                bloom.add(words, np.ascontiguousarray(first[0]))
+            else:  # read back, as the keys of a large one would take much memory until their number is known
+                for keys, _ in patch.parts(_rows_at_once(patch.row_bytes)):
+                    bloom.add(words, keys)
+                    yield_to_requests()
             with files.publish(path.with_name(_filter_name(path.name)), durable=False) as file:
                 file.write(words.data)
-            return Patch(path, built.xxh3, built.bytes, words)
+            return patch
         except BaseException:
             self.remove_files([path])
             raise
@@ -419,6 +456,10 @@ def _until(parts: Iterator[Marked], give_up: Callable[[], bool]) -> Iterator[Mar
         yield_to_requests()
 
 
+def _rows_at_once(row_bytes: int) -> int:
+    return max(1024, _PIECE_BYTES // (row_bytes + 9))  # with the key and the mark
+
+
 def _filter_name(name: str) -> str:
     return f"{name.split('.')[0]}.filter"
 
@@ -461,26 +502,6 @@ def _alike(patches: Sequence[Patch]) -> list[Patch]:
         if len(alike) >= LIKE_SIZED and sum(patch.bytes for patch in patches[:count]) <= MOST_BYTES:
             run = list(patches[:count])
     return run
-
-
-def _pieces(entries: Iterator[tuple[Keys, npt.NDArray[np.bool_], Rows]], row_bytes: int) -> Iterator[Iterator[Marked]]:
-    """Entries cut into patches of at most MOST_BYTES each; none if there are no entries."""
-    most = max(1, MOST_BYTES // (row_bytes + 9))
-    pending = next(entries, None)
-    while pending is not None:
-
-        def part() -> Iterator[Marked]:
-            nonlocal pending
-            count = 0
-            while pending is not None and count < most:
-                keys, deleted, live = pending
-                rows = np.zeros((len(keys), row_bytes), np.uint8)
-                rows[~deleted] = live
-                count += len(keys)
-                yield keys, _marked(rows, deleted)
-                pending = next(entries, None)
-
-        yield part()
 
 
 def _merge(sources: Sequence[Iterator[Marked]]) -> Iterator[Marked]:

@@ -41,11 +41,15 @@ def table_options(*, bloom: bool, block_cache: rocksdict.Cache | None = None) ->
     return options
 
 
-def tier_options(block_cache: rocksdict.Cache, open_threads: int) -> rocksdict.Options:
-    """Settings of an open tier; docs/decisions/disk-tier.md has the measurements behind them."""
+def tier_options(block_cache: rocksdict.Cache, open_threads: int, *, hold: int = 0) -> rocksdict.Options:
+    """Settings of an open tier; docs/decisions/disk-tier.md has the measurements behind them.
+
+    `hold`: so many files are all opened at once and stay open, if this process may have them open.
+    """
     options = table_options(bloom=True, block_cache=block_cache)
     options.set_optimize_filters_for_hits(True)  # no filters on the last level, whose keys mostly exist
-    options.set_max_open_files(_open_files())
+    most = _open_files()
+    options.set_max_open_files(-1 if 0 < hold <= most else most)
     options.set_max_file_opening_threads(open_threads)
     # merging of deltas: below the base in size, and never a reason to delay an ingest
     options.set_level_compaction_dynamic_level_bytes(True)

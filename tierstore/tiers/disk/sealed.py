@@ -39,7 +39,7 @@ from tierstore.tiers.disk.changed_keys import ChangedKeys
 from tierstore.tiers.disk.changed_keys_file import ChangedFile
 from tierstore.tiers.disk.database import Database
 from tierstore.tiers.disk.layout import BASE as BASE_WORDS
-from tierstore.tiers.disk.merge import ascending, merged_blocks
+from tierstore.tiers.disk.merge import Changes, ascending, merged_blocks
 from tierstore.tiers.disk.patches import RECORD as PATCHES
 from tierstore.tiers.disk.patches import Patched, Patches
 from tierstore.tiers.disk.reader_pool import ReaderPool
@@ -191,20 +191,19 @@ class SealedTier(DiskTier):
         """See DiskTier."""
         return self._patches.are_many
 
-    def tidy(self, path: Path, records: Records, row_bytes: Mapping[int, int], give_up: Callable[[], bool]) -> None:
+    def tidy(self, path: Path, records: Records, row_bytes: Mapping[int, int], give_up: Callable[[], bool]) -> bool:
         """`DiskTier.tidy`: rebuilds patches that are not complete, and merges patches of like size."""
+        before = self._patches.published
         if not self._patches.is_whole:
-            entries = ((number, size, self._entries(number, size, _COPY_ROWS)) for number, size in row_bytes.items())
-            new = self._patches.rebuild(entries, give_up)
-            if new is None:
-                return
-            try:
-                super().change(path, self._patches.records_of(new, records), [])
-            except BaseException:
-                self._patches.remove(new)
-                raise
-            self._patches.replace_all(new)
+            if not self._patches.rebuild(row_bytes, self._entries_from, give_up):
+                return True
+            super().change(path, self._patches.records_as_whole(records), [])
+            self._patches.complete()
         self._patches.merge(give_up)
+        return self._patches.published is not before
+
+    def _entries_from(self, table_id: int, row_bytes: int, low: int | None) -> Iterator[Changes]:
+        return self._entries(table_id, row_bytes, _COPY_ROWS, low)
 
     def get(self, table_id: int, keys: Keys, rows: Rows, state: States) -> None:
         """`DiskTier.get`. If a table's rows have another length than `rows`, Corruption for all keys."""

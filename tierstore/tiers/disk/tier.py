@@ -117,11 +117,13 @@ class DiskTier:
         """Whether there are so many files that `tidy` must not wait for other work."""
         return False
 
-    def tidy(self, path: Path, records: Records, row_bytes: Mapping[int, int], give_up: Callable[[], bool]) -> None:
+    def tidy(self, path: Path, records: Records, row_bytes: Mapping[int, int], give_up: Callable[[], bool]) -> bool:
         """Tidy the files of changed rows, on the thread that makes changes. Readers go on; `give_up` is called often.
 
-        `records` and `row_bytes` (by table id) as for a change, `path` too. StorageError, Corruption.
+        `records` and `row_bytes` (by table id) as for a change, `path` too. Returns whether there are other files now,
+        which compiled readers find with the next view. StorageError, Corruption.
         """
+        return False
 
     def get(self, table_id: int, keys: Keys, rows: Rows, state: States) -> None:
         """Read `keys` (int64 [n], ascending, distinct) into `rows` (uint8 [n, row_bytes]).

@@ -61,12 +61,12 @@ def test_a_node_that_starts_within_a_delta_has_rows_and_graph_of_one_delta(
     follow = follower.Follower._run
     monkeypatch.setattr(follower.Follower, "_run", lambda self: ran.wait(60) and follow(self))
 
-    def between(self: SharedModel, number: int) -> Any:
+    def between(self: SharedModel, *of: Any) -> Any:
         monkeypatch.setattr(SharedModel, "files", files)
-        before = files(self, number)
+        before = files(self, *of)
         a.apply_delta(delta(2))
         scenes.eventually(lambda: folded(a), "delta 2 is folded", 60)
-        return files(self, number) if late == "at the pointer" else before
+        return files(self, *of) if late == "at the pointer" else before
 
     monkeypatch.setattr(SharedModel, "files", between)
     b = open_node("b")

@@ -135,9 +135,16 @@ class SharedModel:
         self._cluster.call("HSET", f"{self._base}files:{number}", name, data)
 
     @_reading
-    def files(self, number: int) -> dict[str, bytes]:
-        """Side files of a version (dense part, warm-up keys, recorded requests) by their paths in its directory."""
-        return _pairs(self._cluster.call("HGETALL", f"{self._base}files:{number}"))
+    def files(self, number: int, loaded_at_s: float) -> dict[str, bytes]:
+        """Side files of a version (dense part, warm-up keys, recorded requests) by their paths in its directory.
+
+        Conflict, NotFound: see `Followed`.
+        """
+        found = _pairs(self._cluster.call("HGETALL", f"{self._base}files:{number}"))
+        of = self.version(number)  # afterwards: a load puts its files there before its record
+        if of["state"] != READY or of["record"]["loaded_at_s"] != loaded_at_s:
+            raise Conflict(f"version {number} of {self.name!r} was loaded anew: its files are not those of its record")
+        return found
 
     @_reading
     def checkpoints(self, number: int) -> dict[str, int]:

@@ -66,8 +66,11 @@ class Followed(Protocol):
     def versions(self) -> dict[int, dict[str, Any]]:
         """By number: `{"state": …, "record": the content of version.json}`, with the record if the state is `ready`."""
 
-    def files(self, number: int) -> dict[str, bytes]:
-        """Side files of a version by their paths in its directory."""
+    def files(self, number: int, loaded_at_s: float) -> dict[str, bytes]:
+        """Side files of a version by their paths in its directory, of the load whose record has this `loaded_at_s`.
+
+        Conflict if the version has another content by now: then its record is another one too.
+        """
 
     def read(self, after: int, count: int) -> list[LogEntry]:
         """At most `count` entries above `after`, ascending. The first is not `after + 1` if the log begins later."""

@@ -332,7 +332,7 @@ class Follower:
         log.warning("model %s: %s; its caches begin again", self.model.name, why)
         self._interrupt()  # a version that waits for its turn would hold the lock until the pointer moves
         with self.model.state.switch, self._frozen(number):
-            pointer = replace(self._copies.update_dense(number), current=number)
+            pointer = replace(self._copies.renew(number, pointer), current=number)
             self._begin(pointer)
             self.model.catalogue.info(number).watermark = self._mark(pointer, number)
             self._serve(number, lambda: None)

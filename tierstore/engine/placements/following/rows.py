@@ -210,8 +210,9 @@ class RemoteRows:
     def must_tidy(self) -> bool:
         return False
 
-    def tidy(self, info: VersionInfo, give_up: Callable[[], bool]) -> None:
+    def tidy(self, info: VersionInfo, give_up: Callable[[], bool]) -> bool:
         """Nothing: changed rows are in no files here."""
+        return False
 
     def read_by(self, table_id: int, row_bytes: int) -> None:
         """None: kernels have no address to read the rows at."""

@@ -14,7 +14,7 @@ import xxhash
 from tierstore.engine.model import Model
 from tierstore.engine.placements.following.followed import Followed, Pointer
 from tierstore.engine.versions.info import VersionInfo, digests_record
-from tierstore.errors import Corruption
+from tierstore.errors import Corruption, StorageError
 from tierstore.formats import files
 from tierstore.formats.names import WARMUP, VersionDirectory, head_of_file
 from tierstore.formats.regular import read_regular
@@ -75,6 +75,18 @@ class VersionCopies:
         named = {pointer.current, pointer.canary, pointer.wanted} - {None}
         return not named <= set(self._model.catalogue.numbers)
 
+    def renew(self, number: int, pointer: Pointer) -> Pointer:
+        """`update_dense` for a version that is to be opened anew, with its new record if it has another content by
+        now: rows, features, defaults and dtypes are of one load.
+        """
+        records = self._shared.versions()
+        if self.differs(number, records):
+            if number not in records or records[number]["state"] != READY:
+                raise StorageError(f"version {number} of {self._model.name!r} is not there any more, or not yet again")
+            self._fetch(number, records[number]["record"], pointer)
+            self._fresh.add(number)
+        return self.update_dense(number)
+
     def update_dense(self, number: int) -> Pointer:
         """Fetch the dense parts of a version from the other machines. Returns the pointer as of then.
 
@@ -84,7 +96,7 @@ class VersionCopies:
         info = self._model.catalogue.info(number)
         graphs = {head: bytes(read_regular(info.where.dense(head))) for head in info.where.denses()}
         while True:
-            pointer, there = self._shared.pointer_from_now(), self._shared.files(number)
+            pointer, there = self._shared.pointer_from_now(), self._shared.files(number, info.loaded_at_s)
             now = {head: graph for name, graph in there.items() if (head := head_of_file(name)) is not None}
             if now == graphs:
                 break
@@ -103,7 +115,7 @@ class VersionCopies:
         if old is not None and old.get("loaded_at_s") != record["loaded_at_s"]:
             files.remove_tree(where.root)
         files.make_dir(where.root)
-        for name, data in self._shared.files(number).items():
+        for name, data in self._shared.files(number, float(record["loaded_at_s"])).items():
             path = _within(where, name)
             files.make_dir(path.parent)
             files.publish_bytes(path, data)

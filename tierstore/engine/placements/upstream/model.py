@@ -22,13 +22,12 @@ from tierstore.engine.placements.upstream.choice import (
     Partitions,
     ReportedModel,
     choose,
-    line_of,
     ownership,
     partitions_of,
     problem_of,
 )
 from tierstore.engine.placements.upstream.watch import Watch
-from tierstore.errors import NotFound, Overloaded, RemoteUnavailable, StorageError, TierstoreError
+from tierstore.errors import Conflict, NotFound, Overloaded, RemoteUnavailable, StorageError, TierstoreError
 from tierstore.formats.columns import Malformed
 from tierstore.formats.names import KEYS_SUFFIX
 from tierstore.formats.snapshot.tensor_shards import npy_header
@@ -67,7 +66,6 @@ class UpstreamModel:
         self._pointer = Pointer()
         self._seen: object = None
         self._lines: dict[int, str] = {}
-        self._copied: dict[int, str] = {}  # lines of the versions whose files are here
         self._records: dict[tuple[int, str], dict[str, Any]] = {}
         # replaced in one step, by any thread
         self._owned: tuple[list[ReportedModel | None], dict[tuple[int, str], Ownership]] = [], {}
@@ -122,7 +120,7 @@ class UpstreamModel:
             kept = self._records.get((number, line))
         if kept is not None:
             return kept
-        document = self._document(number)
+        document = self._any(number, line, lambda watch: self._request(watch, number, line))
         with reading(f"what a node says of version {number} of {self.name!r}"):
             record = self._made_of(document, number, line)
         with self._lock:
@@ -142,44 +140,41 @@ class UpstreamModel:
         for name, table in record["tables"].items():
             table["rows"] = max(int(table["rows"]), rows[name])  # of all partitions
             table["times"] = False  # the nodes have them, and remove expired rows
-        digest = hashlib.sha256(line.encode()).digest()
         record |= {
             "format": REMOTE_FORMAT,
             "base": "remote",
             "tags": [],
-            "loaded_at_s": float(int.from_bytes(digest[:6])),
+            "loaded_at_s": _load_of(line),
         }
         return record
 
-    def _document(self, number: int) -> VersionDocument:
-        return self._any(number, lambda watch: self._request(watch, number))
-
-    def _request(self, watch: Watch, number: int) -> VersionDocument:
-        query = urlencode({"line": self._lines.get(number, "")})
+    def _request(self, watch: Watch, number: int, line: str) -> VersionDocument:
+        query = urlencode({"line": line})
         target = f"{PREFIX}/models/{self.name}/versions/{number}?{query}"
         return watch.node.document(VersionDocument, target, timeout_s=FILE_TIMEOUT_S)
 
-    def files(self, number: int) -> dict[str, bytes]:
-        line = self._lines.get(number, "")
+    def files(self, number: int, loaded_at_s: float) -> dict[str, bytes]:
+        with self._lock:
+            line = self._lines.get(number, "")
+        if _load_of(line) != loaded_at_s:
+            raise Conflict(f"version {number} of {self.name!r} was built anew upstream while it was copied here")
         query = urlencode({"line": line})
         base = f"{PREFIX}/models/{self.name}/versions/{number}/files"
 
         def fetch(watch: Watch) -> dict[str, bytes]:
             found: dict[str, bytes] = {}
-            for name in self._request(watch, number).files:
+            for name in self._request(watch, number, line).files:
                 left = FILES_BYTES - sum(map(len, found.values()))
                 found[name] = bytes(
                     watch.node.get(f"{base}/{quote(name)}?{query}", timeout_s=FILE_TIMEOUT_S, most=left)
                 )
             return found
 
-        found = self._any(number, fetch)
+        found = self._any(number, line, fetch)
         if partitions_of(self.states()) > 1:  # each node has the warm-up keys of its own partitions
             for name in found:
                 if name.endswith(KEYS_SUFFIX):
                     found[name] = self._keys_of_all(number, f"{base}/{quote(name)}?{query}", found[name])
-        with self._lock:
-            self._copied[number] = line
         return found
 
     def _keys_of_all(self, number: int, target: str, first: bytes) -> bytes:
@@ -201,10 +196,9 @@ class UpstreamModel:
         np.save(out, keys[np.sort(at)], allow_pickle=False)
         return out.getvalue()
 
-    def _any(self, number: int, fetch: Callable[[Watch], T]) -> T:
-        """The result of the first node that serves a version."""
+    def _any(self, number: int, line: str, fetch: Callable[[Watch], T]) -> T:
+        """The result of the first node that serves this line of a version."""
         states, problems = self.states(), []
-        line = line_of(states, number, self._lines.get(number))
         for watch, state in zip(self._watches, states, strict=True):
             if state is None or number not in state.versions or state.versions[number].line != line:
                 continue
@@ -242,10 +236,10 @@ class UpstreamModel:
 
     # --- for look-ups
 
-    def line(self, number: int) -> str:
-        """The line by which a version is opened: that of its files here, so that rows and dense part are of one."""
+    def line(self, number: int, loaded_at_s: float) -> str:
+        """The line by which a version is opened: that of its record, so that rows and all else are of one load."""
         with self._lock:
-            return self._copied.get(number, self._lines.get(number, ""))
+            return next(of for _, of in self._records if _load_of(of) == loaded_at_s)
 
     def ownership(self, number: int, line: str) -> Ownership:
         """Which node can be asked for which rows at this moment."""
@@ -274,6 +268,11 @@ class UpstreamModel:
             covered = np.asarray(ownership(states, current, line).owns.any(0))
         edges = np.flatnonzero(np.diff(np.concatenate([[True], covered, [True]]).astype(np.int8)))
         return {"count": len(covered), "missing": [[int(a), int(b) - 1] for a, b in edges.reshape(-1, 2)]}
+
+
+def _load_of(line: str) -> float:
+    """The `loaded_at_s` of a line: records differ by it."""
+    return float(int.from_bytes(hashlib.sha256(line.encode()).digest()[:6]))
 
 
 def _keys(data: bytes) -> npt.NDArray[Any] | None:

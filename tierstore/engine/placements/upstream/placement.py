@@ -192,7 +192,7 @@ class UpstreamPlacement:
     def open_rows(self, name: str, info: VersionInfo) -> RemoteRows:
         member = self.followed.existing(name)
         upstream, number = member.upstream, info.number
-        line = upstream.line(number)
+        line = upstream.line(number, info.loaded_at_s)
         source = OwnerSource(
             lambda: upstream.ownership(number, line), upstream.refresh, lambda: member.model.state.log.last or 0
         )

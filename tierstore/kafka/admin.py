@@ -1,0 +1,71 @@
+"""What brokers say of a topic and a consumer cannot ask: its id, and how far its partitions go, also beyond a
+transaction that is open.
+
+One thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
+from functools import cached_property
+from typing import Any
+
+from tierstore.kafka import client
+
+_ID_TIMEOUT_S = 5.0
+_NO_ID = "AAAAAAAAAAAAAAAAAAAAAA"  # a UUID of zeros: of brokers that have none
+
+
+class TopicAdmin:
+    """An admin client of one topic; it connects at the first question. options: properties of librdkafka."""
+
+    def __init__(self, brokers: str, topic: str, options: Mapping[str, str]) -> None:
+        self._kafka = client.confluent_kafka()
+        # the consumer beside it logs the same
+        self._properties = {**options, "bootstrap.servers": brokers, "log_level": 0}
+        self._topic = topic
+        self._asked: Future[Any] | None = None
+
+    @cached_property
+    def _client(self) -> Any:
+        return client.make("AdminClient", self._properties)
+
+    def ask_id(self) -> None:
+        """Begin to ask for the topic's id, unless an answer is still to come."""
+        if self._asked is None:
+            topics = self._kafka.TopicCollection([self._topic])
+            self._asked = self._client.describe_topics(topics, request_timeout=_ID_TIMEOUT_S)[self._topic]
+
+    def topic_id(self, wait_s: float) -> str:
+        """What `ask_id` has asked for; empty where no broker says it, or none in time. The next call may have it."""
+        assert self._asked is not None
+        try:
+            found = str(self._asked.result(wait_s).topic_id)
+        except TimeoutError:
+            return ""
+        except self._kafka.KafkaException:
+            found = _NO_ID
+        self._asked = None
+        return "" if found == _NO_ID else found
+
+    def ends(self, partitions: Iterable[int], timeout_s: float, *, committed: bool) -> dict[int, int | str]:
+        """Partition → the offset of the next message that is written, or why it is not known. committed: the last
+        stable offset instead, where the first transaction begins that is still open.
+        """
+        kafka = self._kafka
+        level = kafka.IsolationLevel.READ_COMMITTED if committed else kafka.IsolationLevel.READ_UNCOMMITTED
+        latest = kafka.admin.OffsetSpec.latest()
+        asked = {kafka.TopicPartition(self._topic, one): latest for one in partitions}
+        if not asked:
+            return {}
+        found: dict[int, int | str] = {}
+        answers = self._client.list_offsets(asked, isolation_level=level, request_timeout=timeout_s)
+        for at, answer in answers.items():
+            try:
+                found[at.partition] = int(answer.result(2 * timeout_s).offset)
+            except TimeoutError:
+                found[at.partition] = f"no answer in {2 * timeout_s:.0f} s"
+            except kafka.KafkaException as error:
+                found[at.partition] = client.text_of(error)
+        return found
