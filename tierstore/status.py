@@ -99,6 +99,7 @@ class VersionStatus(TypedDict):
     watermark: int | None  # the newest delta that it has
     share: NotRequired[float | None]  # of the requests that name no version; None: it is not served
     labels: NotRequired[list[str]]
+    left: NotRequired[str | None]  # why it was left when it served last; None: it never served, or serves
     delta_seq: NotRequired[int]  # the newest delta that its snapshot had
     partitions: NotRequired[PartitionsStatus | None]
     created_at: NotRequired[str | None]
@@ -233,6 +234,8 @@ class ModelStatus(TypedDict):
     log: LogStatus
     undone: list[list[int]]  # ranges of seqs, from and to
     versions: list[VersionStatus]
+    rollback_to: int | None  # the version that a rollback goes to; None: there is none
+    to_drop: list[int]  # once a newer version serves
     damaged: dict[str, str]
     unfinished: dict[str, UnfinishedLoad]
     tables: dict[str, TableStatus]

@@ -135,6 +135,7 @@ class BackupCheck:
                 status = store.status()["models"][MODEL]
                 moment.routing = Routing.of(status)
                 moment.versions = {entry["version"]: entry["delta_seq"] for entry in status["versions"]}
+                moment.before = [back for back in [status["rollback_to"]] if back is not None]
             try:
                 return check(moment, store)
             except Wrong as error:

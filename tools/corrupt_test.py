@@ -61,7 +61,7 @@ KINDS = [
     (r"(LOCK|format\.json)", r"\1"),
     (r"audit/.*", "audit"),
     (r"models/[^/]+/log/\d+-.*", "log entry"),
-    (r"models/[^/]+/(CURRENT|routes\.json|undone\.json|log\.end|log/base\.json)", r"\1"),
+    (r"models/[^/]+/(state\.json|log\.end)", r"\1"),
     (r"models/[^/]+/\d+(?:\.\d+)?/(hot|warmup)/.*", r"\1"),
     (r"models/[^/]+/\d+(?:\.\d+)?/dense-\d+(\.\w+)?\.onnx", r"dense-N\1.onnx"),
     (r"models/[^/]+/\d+(?:\.\d+)?/db/base/.*", "db/base"),
@@ -249,8 +249,8 @@ class Case:
             status = store.status(model)["models"][model]
             problems = [entry["problem"] for entry in status["versions"]]
             noticed += [str(why) for why in (status["problem"], *problems) if why]
-            # an older CURRENT is whole: nothing else says which version served
-            before = self.kind == "CURRENT" and self.damage == "older"
+            # an older document is whole: nothing else says which version served
+            before = self.kind == "state.json" and self.damage == "older"
             if status["active_version"] != {MODEL: 2, OTHER: 1}[model] and not noticed and not before:
                 raise Wrong(f"version {status['active_version']} of {model} serves, and nothing says why")
         return noticed + list(store.verify().problems)

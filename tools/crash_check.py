@@ -25,6 +25,7 @@ class Routing:
 
     def after(self, verb: str, *numbers: int) -> Routing:
         """What it is once that is done."""
+        verb = "activate" if verb == "rollback" else verb
         if verb == "promote" or (verb == "activate" and numbers[0] == self.canary):
             return Routing(self.canary, labels=frozenset(pair for pair in self.labels if pair[1] == self.canary))
         if verb == "load" or (verb == "activate" and numbers[0] != self.active):
@@ -59,7 +60,9 @@ class Acknowledged:
     versions: dict[int, int] = field(default_factory=dict)  # version → delta_seq
     undone: Seqs = frozenset()
     undone_at: dict[int, Seqs] = field(default_factory=lambda: {0: frozenset()})  # by delta: when it was applied
-    loaded: set[int] = field(default_factory=set)  # ever
+    before: list[int] = field(
+        default_factory=list
+    )  # versions that were active and not left by a rollback, in that order
     unfinished: list[str] = field(default_factory=list)
     done: Counter[str] = field(default_factory=Counter)
 
@@ -72,19 +75,35 @@ class Acknowledged:
                 self._apply(verb, *map(int, numbers))
 
     def _apply(self, verb: str, *numbers: int) -> None:
-        self.routing = self.routing.after(verb, *numbers)
+        if verb == "load":
+            self._forget(numbers[0])
+        self.moved(verb, self.routing.after(verb, *numbers))
         if verb == "delta":
             self.moved_to(numbers[0])
         elif verb == "load":
             self.versions[numbers[0]] = numbers[1]
-            self.loaded.add(numbers[0])
             self.moved_to(max(self.last, numbers[1]))
-        elif verb == "activate":  # one that was loaded, and killed before it served, may be ahead of the log
+        elif verb in (
+            "activate",
+            "rollback",
+        ):  # one that was loaded, and killed before it served, may be ahead of the log
             self.moved_to(max(self.last, self.versions[numbers[0]]))
         elif verb == "undo":
             self.undone = self.undone_after(numbers[0])
         elif verb == "drop":
             self.versions.pop(numbers[0], None)
+            self._forget(numbers[0])
+
+    def moved(self, verb: str, to: Routing) -> None:
+        """The routing changes by that verb."""
+        if to.active != self.routing.active:
+            if self.routing.active is not None and verb != "rollback":
+                self.before.append(self.routing.active)
+            self._forget(to.active)
+        self.routing = to
+
+    def _forget(self, number: int | None) -> None:
+        self.before = [other for other in self.before if other != number]
 
     def moved_to(self, last: int) -> None:
         """The log ends with that delta now."""
@@ -124,21 +143,32 @@ def check(acknowledged: Acknowledged, store: tierstore.Store) -> None:
     acknowledged.undone = undone
     new = set(versions) - set(acknowledged.versions)
     _demand(not new or (verb == "load" and new == {numbers[0]}), f"version {new} came from nowhere")
-    surplus = set(acknowledged.versions) - set(versions) - ({numbers[0]} if verb == "drop" else set())
-    # the store drops what is older than the active one and the two before it
-    _demand(surplus <= set(sorted(acknowledged.loaded)[:-3]), f"versions {surplus} are gone")
+    gone = set(acknowledged.versions) - set(versions) - ({numbers[0]} if verb == "drop" else set())
+    _demand(
+        routing.active not in gone and routing.canary not in gone, f"versions {gone} are gone, and {routing} serves"
+    )
     ends = {acknowledged.last}
     if verb == "delta":
         ends.add(numbers[0])
-    if verb in ("load", "activate") and active == numbers[0]:
+    if verb in ("load", "activate", "rollback") and active == numbers[0]:
         ends.add(max(acknowledged.last, versions[active]))
     _demand(
         last in ends,
         f"the log ends with {last}, acknowledged was {acknowledged.last}, under way {acknowledged.unfinished}",
     )
     acknowledged.moved_to(last)
-    acknowledged.routing, acknowledged.versions, acknowledged.unfinished = routing, versions, []
-    acknowledged.loaded |= set(versions)
+    acknowledged.moved(verb, routing)
+    acknowledged.versions, acknowledged.unfinished = versions, []
+    before = [number for number in acknowledged.before if number in versions]
+    back = None if active is None else before[-1] if before else None
+    _demand(
+        status["rollback_to"] == back,
+        f"a rollback would go to {status['rollback_to']}, and {acknowledged.before} served before, in that order",
+    )
+    _demand(
+        len(versions) >= 3 or not gone or bool(acknowledged.done["drop"] + (verb == "drop")),
+        f"versions {gone} are gone, and {sorted(versions)} are all that is kept",
+    )
 
     report = store.verify()
     _demand(report.ok or not versions, f"verify: {report.problems}")  # without a version there is nothing to verify

@@ -187,8 +187,8 @@ def step(store: tierstore.Store, root: Path, seed: int, rng: random.Random, jour
             write_snapshot(where, version, delta_seq)
         with journal.step("load", version, delta_seq):
             store.load_snapshot(where)
-    elif active is not None and 0.04 <= chance < 0.05 and (back := _rollback_to(status["versions"], active, start)):
-        with journal.step("activate", back):
+    elif active is not None and 0.04 <= chance < 0.05 and (back := _rollback_to(status, start)):
+        with journal.step("rollback", back):
             store.rollback(MODEL)
     elif active is None or chance < 0.05:
         with journal.step("activate", version := rng.choice(fresh)):
@@ -241,11 +241,11 @@ def _undo_to(status: dict[str, Any], rng: random.Random) -> int | None:
     return seq if possible and changes else None
 
 
-def _rollback_to(versions: list[dict[str, Any]], active: int, start: int) -> int | None:
+def _rollback_to(status: dict[str, Any], start: int) -> int | None:
     """The version that a rollback goes to; None where there is none, or it lacks deltas."""
-    older = [entry for entry in versions if entry["version"] < active]
-    newest = max(older, key=lambda entry: entry["version"], default=None)
-    return newest["version"] if newest is not None and _can_serve(newest, start) else None
+    back = status["rollback_to"]
+    of = {entry["version"]: entry for entry in status["versions"]}
+    return back if back is not None and _can_serve(of[back], start) else None
 
 
 def warm_kernels() -> None:

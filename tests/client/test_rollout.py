@@ -304,7 +304,11 @@ def test_a_node_that_cannot_go_back_is_named(two: list[Node], tmp_path: Path, mo
     def failing(*_: Any, **__: Any) -> None:
         raise Conflict("no")
 
+    def gone(*_: Any, **__: Any) -> None:
+        raise Conflict("version 1 is gone")
+
     monkeypatch.setattr(two[0].store, "activate", only_forward)
+    monkeypatch.setattr(two[0].store, "rollback", gone)
     monkeypatch.setattr(two[1].store, "activate", failing)
     with pytest.raises(RolloutFailed, match=f"NOT every node.*{two[0].url}: version 1 is gone") as raised:
         rollout(write_version(tmp_path, 2), urls(two), **QUICK)

@@ -281,12 +281,12 @@ class StoresAgainstHistory(RuleBasedStateMachine):
     @precondition(lambda self: self.versions)
     @rule()
     def rollback(self) -> None:
-        older = [number for number in self.versions if self.history.active is not None and number < self.history.active]
-        if not older or self._stale(max(older)) is not None or self._beyond_repair(max(older)):
+        back = self.history.served_last
+        if back is None or self._stale(back) is not None or self._beyond_repair(back):
             self._refused(Conflict, lambda store: store.rollback("ctr"))
             return
-        assert self._do(lambda store: store.rollback("ctr")) == max(older)
-        self.history.activated(max(older))
+        assert self._do(lambda store: store.rollback("ctr")) == back
+        self.history.activated(back, by_rollback=True)
 
     @needs("undo")
     @precondition(lambda self: self.history.active is not None)
@@ -314,14 +314,14 @@ class StoresAgainstHistory(RuleBasedStateMachine):
         else:
             self._do(lambda store: store.drop("ctr", number))
             self.of.await_dropped(number)
-            del self.versions[number]
+            self.history.dropped(number)
 
     @needs("deactivate")
     @precondition(lambda self: self.history.active is not None)
     @rule()
     def deactivate(self) -> None:
         self._do(lambda store: store.deactivate("ctr"))
-        self.history.active = self.history.canary = None
+        self.history.deactivated()
 
     @needs("canary")
     @rule(number=versions_seen, share=st.sampled_from([0.0, 0.5, 1.0]), force=st.booleans())

@@ -40,6 +40,7 @@ class History:
         self.versions: dict[int, Snapshot] = {}
         self.active: int | None = None
         self.canary: int | None = None
+        self.before: list[int] = []  # versions that were active and not left by a rollback, in that order
         self.last: int | None = None  # the newest seq
         self.deltas: dict[int, Delta] = {}
         self.undone: frozenset[int] = frozenset()
@@ -50,13 +51,34 @@ class History:
 
     def loaded(self, number: int, delta_seq: int, rows: Rows, *, activate: bool) -> None:
         self.versions[number] = Snapshot(delta_seq, rows)
+        self._forget(number)
         if activate:
             self.activated(number)
 
-    def activated(self, number: int) -> None:
+    @property
+    def served_last(self) -> int | None:
+        """What a rollback serves; None: it is refused."""
+        return None if self.active is None or not self.before else self.before[-1]
+
+    def _forget(self, number: int | None) -> None:
+        self.before = [other for other in self.before if other != number]
+
+    def dropped(self, number: int) -> None:
+        del self.versions[number]
+        self._forget(number)
+
+    def deactivated(self) -> None:
+        assert self.active is not None
+        self.before.append(self.active)
+        self.active = self.canary = None
+
+    def activated(self, number: int, *, by_rollback: bool = False) -> None:
         """Also by a rollback to it, or as the canary that is promoted: a canary stands beside one active version."""
         if number == self.active:
             return
+        if self.active is not None and not by_rollback:
+            self.before.append(self.active)
+        self._forget(number)
         self.active, self.canary = number, None
         if self.last is None or self.versions[number].delta_seq > self.last:
             self._moved_on(self.versions[number].delta_seq)

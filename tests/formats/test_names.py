@@ -48,7 +48,7 @@ def test_what_is_no_version_is_not_taken_for_one(name: str) -> None:
         "1-0123456789abcdef.arrow",
         f"{5:020d}.arrow",
         f"{5:020d}-0123456789ABCDEF.arrow",
-        "base.json",
+        "state.json",
         "9" * 20 + "-" + "0" * 16 + ".arrow",
     ],
 )
@@ -81,8 +81,7 @@ def test_layout_of_a_data_directory(tmp_path: Path) -> None:
     ctr = data.model("ctr")
     version = ctr.version(7)
     assert data.lock == tmp_path / "LOCK"
-    assert ctr.current == tmp_path / "models/ctr/CURRENT"
-    assert ctr.log_base == tmp_path / "models/ctr/log/base.json"
+    assert ctr.state == tmp_path / "models/ctr/state.json"
     assert version.record == tmp_path / "models/ctr/7/version.json"
     assert version.db == tmp_path / "models/ctr/7/db"
     assert version.dense() == tmp_path / "models/ctr/7/dense.onnx"
@@ -108,7 +107,7 @@ def test_listings_see_only_what_is_ours(tmp_path: Path) -> None:
     for name in ("10", "9", "9.2", "9.0", "9.02", "8.1", "8.1.1", ".trash-8-00", "log", "007"):
         (ctr.root / name).mkdir(parents=True)
     (ctr.root / "11").touch()
-    for name in (names.format_log_entry(12, "f" * 16), names.format_log_entry(2, "0" * 16), "base.json", ".tmp-x"):
+    for name in (names.format_log_entry(12, "f" * 16), names.format_log_entry(2, "0" * 16), "state.json", ".tmp-x"):
         (ctr.log / name).touch()
     (data.models / ".trash-old").mkdir()
     assert data.models_on_disk() == ["ctr"]

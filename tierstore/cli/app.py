@@ -33,6 +33,7 @@ from tierstore.cli.target import (
     parse_keys,
     say,
     say_aside,
+    say_what_goes,
     service_url,
     shown_kernels,
     warn_of_dense,
@@ -83,6 +84,8 @@ def load(
     source = str(Path(snapshot).resolve()) if Path(snapshot).is_dir() else snapshot
     kept = fate(data, url, "what served before does so; the same command goes on with the files that are whole")
     with open_target(data, url, create=True) as target, shown_progress("load", kept) as progress:
+        if not no_activate:
+            say_what_goes(target, model, source)
         version = target.load_snapshot(source, activate=not no_activate, progress=progress, model=model)
         warn_of_dense(target, source, version)
     seconds, state = time.monotonic() - started_s, "kept" if no_activate else "active"

@@ -163,6 +163,22 @@ def say_aside(line: str) -> None:
     typer.echo(f"tierstore: {line}", err=True)
 
 
+def say_what_goes(target: Store | Client, model: str | None, snapshot: str | Path = "") -> None:
+    """Print which versions of a model, by default that of a snapshot, are dropped once another one serves."""
+    from tierstore.client.sources import snapshot_model
+
+    try:
+        model = model or snapshot_model(snapshot)
+    except InvalidInput:  # it can be read only where the service is
+        return
+    if model not in target.models():
+        return
+    status = target.status(model)["models"][model]
+    left = {one["version"]: one.get("left") for one in status["versions"]}
+    if going := [f"{n} ({left[n] or 'never active'})" for n in status.get("to_drop", ()) if n in left]:
+        say_aside(f"once it serves, {model} drops version{'s' * (len(going) > 1)} {', '.join(going)}")
+
+
 def warn_of_dense(target: Store | Client, snapshot: str | Path, version: int) -> None:
     """Print a warning where the rows of the version loaded from `snapshot` are served but a dense part is not."""
     from tierstore.client.sources import snapshot_model

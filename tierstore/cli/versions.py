@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tierstore.cli.options import AsJson, Data, Force, ModelName, Url, VersionNumber, argument
-from tierstore.cli.target import open_target, parse_share, say
+from tierstore.cli.target import open_target, parse_share, say, say_what_goes
 
 if TYPE_CHECKING:
     from tierstore.client import Client
@@ -113,6 +113,7 @@ def canary(
 def promote(model: ModelName, data: Data = None, url: Url = None, json: AsJson = False) -> None:
     """Make the canary the active version."""
     with open_target(data, url) as target:
+        say_what_goes(target, model)
         version = target.promote(model)
     say(json, {"model": model, "active_version": version}, f"{model} serves version {version}")
 

@@ -327,6 +327,8 @@ class _Rollout:
         if status["active_version"] == self._version != node.active:
             if node.active is None:
                 node.waiting.deactivate(self._model)
+            elif status.get("rollback_to") == node.active:  # so that no later rollback goes to what has failed here
+                node.waiting.rollback(self._model, expected_active=self._version)
             else:
                 node.waiting.activate(self._model, node.active, expected_active=self._version)
             self._say(f"{node.url}: serves version {node.active} again")

@@ -3,8 +3,8 @@
 Look-ups and deltas: any thread, whatever the parts do. The parts share `state`; the order of locks is in
 `lifecycle/state.py`.
 
-After a crash: CURRENT names the active version, its RocksDB holds every delta up to its watermark, and the delta log
-those above.
+After a crash: the document (`state.json`) names the active version, its RocksDB holds every delta up to its watermark,
+and the delta log those above.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ Act = Literal[
     "label",
     "unlabel", "deactivate", "drop", "export", "backup", "rebuild", "compare_unnamed", "serve_fronts", "verify_rows",
     "catch_up",
-    "drop_surplus", "check_files", "adopt",
+    "drop_surplus", "check_files", "adopt", "keep_state",
 ]  # fmt: skip
 
 
@@ -147,7 +147,7 @@ class Placement(Protocol):
     log_retention_s: float  # how long a delta stays in the log once nothing needs it
 
     def start(self) -> None:
-        """Serve all models: each by its pointer (CURRENT, the cluster's, what nodes report), with its log replayed."""
+        """Serve all models: each by its pointer (its document, the cluster's, what nodes report), with its log replayed."""
 
     def close(self, close_models: Callable[[], None]) -> None:
         """Stop following pointers and logs, close the models, then the readers of their rows."""

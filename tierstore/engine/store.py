@@ -192,7 +192,8 @@ class Store(ParkedMessages):
         with self.placement.loading(manifest.model):
             held = self.model(manifest.model)
             aside = any(other.active_version is not None for other in self._models.all())
-            with held.changing("load", version=manifest.version, source=str(source)):
+            drops = held.drops.once_active(manifest.version) if activate else []
+            with held.changing("load", version=manifest.version, source=str(source), drops=drops or None):
                 return load(
                     held,
                     snapshot,
@@ -247,14 +248,16 @@ class Store(ParkedMessages):
         held, version = self.model(model), whole_number("version", version, 1)
         expected_active = number_or_none("expected_active", expected_active, 1)
         progress = progress or ignore
-        with held.changing("activate", force=force or None, expected_active=expected_active):
+        drops = held.drops.once_active(version)
+        with held.changing("activate", force=force or None, expected_active=expected_active, drops=drops or None):
             self.placed(held).activate(version, force=force, expected_active=expected_active, progress=progress)
 
     def rollback(
         self, model: str, *, to_seq: int | None = None, force: bool = False, expected_active: int | None = None,
         progress: ProgressFn | None = None,
     ) -> int:  # fmt: skip
-        """Switch to the newest kept version older than the active one. Returns it.
+        """Switch to the version that served last. Returns it. The one that is left is no target of a rollback until it
+        is activated by number, and is dropped before others.
 
         With `to_seq` the active version stays, and all deltas above that seq are undone: it is as it was right after
         delta `to_seq` was applied. With `expected_active`, Conflict if another version is active: so a rollback that
@@ -288,7 +291,8 @@ class Store(ParkedMessages):
     def promote(self, model: str) -> int:
         """Make the canary the active version, in one step. Returns it."""
         held = self.model(model)
-        with held.changing("promote"):
+        drops = None if held.routes.canary is None else held.drops.once_active(held.routes.canary)
+        with held.changing("promote", drops=drops or None):
             return self.placed(held).promote()
 
     def withdraw(self, model: str) -> int:

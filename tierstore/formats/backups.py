@@ -30,7 +30,7 @@ from tierstore.formats.snapshot.manifest import RelativePath
 from tierstore.formats.snapshot.reader import local_path
 from tierstore.formats.uploads import Uploads
 
-FORMAT: Literal[1] = 1
+FORMAT: Literal[2] = 2  # 1: of models from before there was one document a model
 FILES = "files"
 _RECORD = re.compile(r"([0-9]{6,18})-[0-9]{8}T[0-9]{6}Z\.json")
 _CONTENT = re.compile(FILES + r"/[0-9a-f]{16}-[0-9]+")
@@ -58,7 +58,7 @@ class BackupFile(_Entry):
 class Backup(_Entry):
     """What one backup consists of: version `version` was active, `seq` is the newest delta of the log."""
 
-    format: Literal[1] = FORMAT
+    format: Literal[1, 2] = FORMAT
     model: str
     version: int | None
     seq: int = Field(ge=0)
@@ -126,8 +126,8 @@ class Backups:
         copy = scratch / name
         self._copy(f"{model}/{name}", copy)
         document = files.read_json(copy)
-        if document.get("format") != FORMAT:
-            raise of_another_release(f"{self.place}/{model}/{name}", document.get("format"), str(FORMAT), document)
+        if document.get("format") not in (1, FORMAT):
+            raise of_another_release(f"{self.place}/{model}/{name}", document.get("format"), f"1 or {FORMAT}", document)
         document.pop(WRITER, None)
         document["files"] = tuple(document.get("files") or ())
         try:

@@ -17,18 +17,15 @@ the `…_on_disk` listings, which read directories and skip names that are not o
     <data>/kernels/                               compiled kernels, where they can be kept nowhere else (`kernels/`)
     <data>/.tmp-copy-<model>/                     a model that is being copied from a peer; with
         peers a start goes on with it
-    <data>/models/<model>/CURRENT                 the active version, ASCII decimal
-    <data>/models/<model>/routes.json             the canary, its share and the labels, if there are any
-    <data>/models/<model>/undone.json             which deltas a rollback has undone, and which
-        lines count, if there was one
+    <data>/models/<model>/state.json              what is active, and what else the directory means
+        (`serving/document.py`)
     <data>/models/<model>/<version>/              one version; a leftover unless version.json is there
     <data>/models/<model>/<version>.<line>/       the same, built again by a rollback to a delta: its line 1 and on
-        version.json  LOADING  db/  dense.onnx  dense-<seq>.onnx  dense-loaded.onnx  ASKED  warmup/<table>.npy
+        version.json  db/  dense.onnx  dense-<seq>.onnx  dense-loaded.onnx  warmup/<table>.npy
         warmup/requests/<number>.npz  hot/<table>.npy  hot-device/<table>.npy  build/
         warmup/golden/index.json  warmup/golden/<number>.npz
         of a head: dense.<head>.onnx  dense-<seq>.<head>.onnx  dense-loaded.<head>.onnx  warmup/requests/<head>/
-    <data>/models/<model>/log/base.json           where the delta log begins
-    <data>/models/<model>/log.end                 where it ends
+    <data>/models/<model>/log.end                 where the delta log ends
     <data>/models/<model>/log/<seq>-<xxh3>.arrow  one delta: 20 digits, 16 hex digits of its content
 
 A name that begins with `.tmp-` is being written and one that begins with `.trash-` is being deleted;
@@ -57,14 +54,10 @@ ROWS = "rows"
 PARKED = "parked"
 EXPORTS = "exports"
 MODELS = "models"
-CURRENT = "CURRENT"
-ROUTES = "routes.json"
-UNDONE = "undone.json"
+STATE = "state.json"
 LOG = "log"
-LOG_BASE = "base.json"
 LOG_END = "log.end"
 VERSION_RECORD = "version.json"
-ACCEPTED = "ASKED"
 DB = "db"
 WARMUP = "warmup"
 REQUESTS = "requests"  # within WARMUP
@@ -73,7 +66,6 @@ GOLDEN_INDEX = f"{WARMUP}/{GOLDEN}/index.json"  # of a snapshot, a built version
 HOT, HOT_ON_DEVICE = "hot", "hot-device"
 BUILD = "build"
 JOURNAL = "journal"  # within BUILD
-LOADING = "LOADING"
 KEYS_SUFFIX = ".npy"
 REQUEST_SUFFIX = ".npz"
 
@@ -105,7 +97,7 @@ def is_scratch(name: str) -> bool:
 
 
 def format_version(version: int) -> str:
-    """The directory name of a version, and the content of CURRENT."""
+    """The directory name of a version."""
     if not 1 <= version <= MAX_ORDINAL:
         raise ValueError(f"version {version} is out of range: expected 1 to {MAX_ORDINAL}")
     return str(version)
@@ -193,11 +185,6 @@ class VersionDirectory:
     def db(self) -> Path:
         return self.root / DB
 
-    @property
-    def accepted(self) -> Path:
-        """The newest delta whose dense part the version accepted while it served, ASCII decimal."""
-        return self.root / ACCEPTED
-
     def dense(self, head: str = "") -> Path:
         """The graph of a head; empty where a delta took the head away."""
         return self.root / dense_file(head)
@@ -232,11 +219,6 @@ class VersionDirectory:
         """What a load has finished. If it exists and `record` does not, the load was broken off and can go on."""
         return self.build / JOURNAL
 
-    @property
-    def loading(self) -> Path:
-        """The identity of the snapshot that is being loaded, until the load and the switch to it are over."""
-        return self.root / LOADING
-
     def warmup(self, table: str) -> Path:
         """Keys that the snapshot wants in memory before it serves."""
         return self.root / WARMUP / (check_name("table", table) + KEYS_SUFFIX)
@@ -265,24 +247,13 @@ class ModelDirectory:
     root: Path
 
     @property
-    def current(self) -> Path:
-        return self.root / CURRENT
-
-    @property
-    def routes(self) -> Path:
-        return self.root / ROUTES
-
-    @property
-    def undone(self) -> Path:
-        return self.root / UNDONE
+    def state(self) -> Path:
+        """The model's document."""
+        return self.root / STATE
 
     @property
     def log(self) -> Path:
         return self.root / LOG
-
-    @property
-    def log_base(self) -> Path:
-        return self.log / LOG_BASE
 
     @property
     def log_end(self) -> Path:

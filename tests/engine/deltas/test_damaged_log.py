@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -14,6 +15,7 @@ from tests.engine.lifecycle.test_start import SMALL, item, loaded
 from tests.engine.test_store import folded
 from tests.formats.disks import ForgetfulDisk
 from tierstore.engine.deltas.log import DeltaLog
+from tierstore.engine.serving.record import StateRecord
 from tierstore.errors import Corruption, NotReady, SnapshotError, TierstoreError
 from tierstore.formats import files
 from tierstore.formats.names import ModelDirectory
@@ -48,16 +50,12 @@ def have_one_twice(log: Path) -> None:
     shutil.copy(entry, entry.with_name(f"{entry.name[:20]}-{'0' * 16}.arrow"))
 
 
-def lose_base(log: Path) -> None:
-    (log / "base.json").unlink()
-
-
-def no_start(log: Path) -> None:
-    (log / "base.json").write_text('{"start": true}')
-
-
-def no_json(log: Path) -> None:
-    (log / "base.json").write_bytes(b"\xff{")
+def forget_start(log: Path) -> None:
+    """As where another document was put in place."""
+    path = log.parent / "state.json"
+    document = json.loads(path.read_text())
+    del document["xxh3"]
+    path.write_text(json.dumps(document | {"log_start": None}))
 
 
 def no_directory(log: Path) -> None:
@@ -69,9 +67,7 @@ DAMAGES = [
     pytest.param(lose_one, "delta 2 is missing, before 00000000000000000003", id="one missing"),
     pytest.param(lose_two, "deltas 1 to 2 are missing", id="two missing"),
     pytest.param(have_one_twice, "have the same seq", id="one twice"),
-    pytest.param(lose_base, r"base\.json is missing", id="base missing"),
-    pytest.param(no_start, r"base\.json: expected .* got start True", id="no start"),
-    pytest.param(no_json, r"base\.json is not JSON", id="no JSON"),
+    pytest.param(forget_start, r"state\.json does not say where the entries .* begin", id="no start"),
     pytest.param(no_directory, "cannot be used", id="no directory"),
 ]
 
@@ -92,6 +88,7 @@ def test_a_damaged_log_is_the_problem_of_one_model_until_it_is_restored(open_sto
     deltas(store, 1, 4)
     store.close()
     shutil.copytree(log, tmp_path / "kept")
+    shutil.copy(log.parent / "state.json", tmp_path)
     damage(log)
     store = open_store(fold_grace_s=60)
     assert item(store, 1, "other") == scenes.vector("item", 1, 1)[0]
@@ -112,6 +109,7 @@ def test_a_damaged_log_is_the_problem_of_one_model_until_it_is_restored(open_sto
         store.load_snapshot(scenes.write_snapshot(tmp_path, 2, delta_seq=1, rows=SMALL))
     store.close()
     put_back(tmp_path / "kept", log)
+    shutil.copy(tmp_path / "state.json", log.parent)
     store = open_store()
     assert holds(store, 1, 2, 3, 4)
     assert store.model("ctr").problem is None
@@ -151,7 +149,7 @@ def test_what_is_lost_below_the_watermark_keeps_nothing_from_serving(open_store,
     assert "delta 2 is missing" in store.model("ctr").problem
     deltas(store, 5, 5)
     with pytest.raises(Corruption, match="delta 2 is missing"):
-        store.rollback("ctr", force=True)  # version 1 lacks it
+        store.activate("ctr", 1, force=True)  # version 1 lacks it
     assert not store.apply_delta(scenes.stamped(2, {"item": [2], "user": [1]})).applied
     store.close()
     store = open_store()
@@ -164,52 +162,45 @@ def test_what_is_lost_below_the_watermark_keeps_nothing_from_serving(open_store,
     assert store.model("ctr").problem is None
 
 
-@pytest.mark.parametrize("damage", [lose_base, no_start, shutil.rmtree])
-def test_a_version_that_holds_all_serves_without_the_beginning_of_the_log_but_takes_no_delta(
-    open_store, tmp_path, damage
-):
+def test_a_version_that_holds_all_serves_without_the_beginning_of_the_log_but_takes_no_delta(open_store, tmp_path):
     store = open_store()
-    log = loaded(store, tmp_path, 1, 2, active=2) / "log"
+    root = loaded(store, tmp_path, 1, 2, active=2)
     deltas(store, 1, 4)
     folded(store)
     store.close()
-    shutil.copytree(log, tmp_path / "kept")
-    damage(log)
+    kept = (root / "state.json").read_bytes()
+    forget_start(root / "log")
     for _ in range(2):  # it does not mend itself by being started
         store = open_store()
         assert holds(store, 1, 2, 3, 4)
-        assert "base.json" in store.model("ctr").problem
+        assert "state.json" in store.model("ctr").problem
         for seq in (4, 5):
             with pytest.raises(NotReady, match="takes no delta"):
                 deltas(store, seq, seq)
-        with pytest.raises(Corruption, match=r"base\.json"):
-            store.rollback("ctr", force=True)
+        with pytest.raises(Corruption, match=r"state\.json"):
+            store.activate("ctr", 1, force=True)
         store.label("ctr", "best", 2)
         store.unlabel("ctr", "best")
         store.model("ctr").housekeeping.tasks.run()
         store.close()
-    if log.is_dir():
-        shutil.rmtree(log)
-    shutil.copytree(tmp_path / "kept", log)
+    (root / "state.json").write_bytes(kept)
     store = open_store()
     deltas(store, 5, 5)
-    store.rollback("ctr")
+    store.activate("ctr", 1)
     assert holds(store, 1, 2, 3, 4, 5)
 
 
-def test_the_beginning_of_the_log_can_be_written_as_the_message_says(open_store, tmp_path):
-    store = open_store(fold_grace_s=60)
+def test_a_version_that_holds_all_goes_on_where_the_whole_log_is_gone(open_store, tmp_path):
+    store = open_store()
     log = loaded(store, tmp_path, 1) / "log"
-    deltas(store, 1, 3)
+    deltas(store, 1, 4)
+    folded(store)
     store.close()
-    lose_base(log)
+    shutil.rmtree(log)
     store = open_store()
-    problem = store.model("ctr").problem
-    store.close()
-    (log / "base.json").write_text(problem[problem.index('{"start"') : problem.index("}") + 1])
-    store = open_store()
-    assert holds(store, 1, 2, 3)
-    deltas(store, 4, 4)
+    assert "deltas 1 to 4 are missing" in store.model("ctr").problem
+    deltas(store, 5, 5)
+    assert holds(store, 1, 2, 3, 4, 5)
 
 
 def test_where_the_beginning_of_the_log_is_lost_a_version_that_was_stale_is_not_taken_for_a_whole_one(
@@ -219,10 +210,10 @@ def test_where_the_beginning_of_the_log_is_lost_a_version_that_was_stale_is_not_
     log = loaded(store, tmp_path, 1) / "log"
     store.load_snapshot(scenes.write_snapshot(tmp_path, 2, stamp=2, delta_seq=10, rows=SMALL))
     store.close()
-    no_start(log)
+    forget_start(log)
     store = open_store()
     assert store.model("ctr").active_version == 2
-    with pytest.raises(Corruption, match=r"base\.json"):
+    with pytest.raises(Corruption, match=r"state\.json"):
         store.rollback("ctr")
     assert item(store, 3) == scenes.vector("item", 2, 3)[0]
 
@@ -233,7 +224,7 @@ def test_a_log_that_begins_again_earlier_looks_whole_after_power_failed(tmp_path
     disk = ForgetfulDisk(tmp_path)
     with files.use(disk):
         files.make_dir(where.log)
-        log = DeltaLog(where)
+        log = DeltaLog(where, StateRecord(where, "ctr"))
         log.restart(0)
         for seq in range(1, 6):
             log.append(seq, b"delta", f"{seq:016x}")
@@ -243,5 +234,5 @@ def test_a_log_that_begins_again_earlier_looks_whole_after_power_failed(tmp_path
             disk.fsync_dir(folder)
         log.restart(2)
         disk.lose_power()
-        again = DeltaLog(where)
+        again = DeltaLog(where, StateRecord(where, "ctr"))
     assert (again.damage, again.last) == ([], 2)

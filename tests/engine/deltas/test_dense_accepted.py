@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,13 +19,21 @@ from tests.engine.deltas.test_dense_kept import CITY, DIM, OLD, rows, snapshot
 from tests.engine.reads.test_dense import state
 from tests.formats.disks import FailingDisk
 from tests.predict import onnx_models as om
+from tierstore.engine.serving.document import read_document
 from tierstore.errors import StorageError
 from tierstore.formats import files
 from tierstore.formats.files import FileSystem
+from tierstore.formats.names import DataDirectory
 
 pytestmark = pytest.mark.usefixtures("quick_loads")
 
 Open = Callable[..., tierstore.Store]
+
+
+@pytest.fixture
+def open_store(open_store: Open) -> Open:
+    """Nothing is dropped, rejected or not."""
+    return partial(open_store, keep_versions=9)
 
 
 def unfolded(open_store: Open) -> tierstore.Store:
@@ -151,6 +160,11 @@ def test_what_a_version_accepted_is_its_own_after_a_restart(open_store, tmp_path
     check(open_store())
 
 
+def accepted(data: Path) -> dict[int, int]:
+    """What is on record: by version the newest delta whose dense part it accepted."""
+    return dict(read_document(DataDirectory(data).model("ctr"), "ctr").accepted)
+
+
 class Images(FileSystem):
     """Keeps the data directory as it was before each operation."""
 
@@ -189,17 +203,17 @@ def test_wherever_a_crash_cuts_the_leaving_off_it_is_its_own(open_store, tmp_pat
         store.activate("ctr", 2) if way == "switch" else store.withdraw("ctr")
         images.keep()
     store.close()
-    marked = [(image / "models/ctr/1/ASKED").exists() for image in images.kept]
+    marked = [1 in accepted(image) for image in images.kept]
     assert not marked[0]
     assert marked[-1]
     assert marked == sorted(marked)
     for image in images.kept:
-        with tierstore.open(image, host_budget="4MiB", load_workers=1, fold_grace_s=60) as prepare:
+        with tierstore.open(image, host_budget="4MiB", load_workers=1, keep_versions=9, fold_grace_s=60) as prepare:
             if way == "withdraw":
                 load(prepare, tmp_path / image.name, 2, delta_seq=1)
             else:
                 prepare.activate("ctr", 2)
-        with tierstore.open(image, host_budget="4MiB", load_workers=1) as prepare:
+        with tierstore.open(image, host_budget="4MiB", load_workers=1, keep_versions=9) as prepare:
             check(prepare)
 
 
@@ -216,7 +230,7 @@ def test_where_it_cannot_be_written_down_the_version_is_not_left(open_store, tmp
     assert store.model("ctr").served.versions == (1,)
     store.deactivate("ctr")
     store.close()
-    assert (tmp_path / "data/models/ctr/1/ASKED").read_bytes().split()[0] == b"2"
+    assert accepted(tmp_path / "data") == {1: 2}
 
 
 def test_nothing_is_written_for_a_version_that_has_folded_all_or_accepted_rows_alone(open_store, tmp_path):
@@ -231,17 +245,4 @@ def test_nothing_is_written_for_a_version_that_has_folded_all_or_accepted_rows_a
     store.close()
     store = open_store()  # it is folded
     store.activate("ctr", 2)
-    assert not list((tmp_path / "data/models/ctr").glob("*/ASKED"))
-
-
-@pytest.mark.parametrize("content", [b"", b"5x", b"-1"])
-def test_a_record_that_makes_no_sense_keeps_no_version_from_serving(open_store, tmp_path, content, caplog):
-    store = switched(open_store, tmp_path)
-    store.close()
-    path = tmp_path / "data/models/ctr/1/ASKED"
-    assert path.read_bytes().split()[0] == b"1"
-    path.write_bytes(content)
-    store = open_store()
-    assert "ASKED is passed over" in caplog.text
-    store.activate("ctr", 1)
-    assert "input 'city' is a feature of version 2" in state(store)
+    assert accepted(tmp_path / "data") == {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from pathlib import Path
 
@@ -13,8 +12,10 @@ import tierstore
 from tests.engine import scenes
 from tests.engine.lifecycle.test_start import SMALL, item, loaded
 from tests.engine.test_store import folded
-from tierstore.engine.serving.current_record import CurrentRecord
-from tierstore.engine.serving.routing_record import RoutingRecord
+from tierstore.engine.lifecycle import earlier_form
+from tierstore.engine.serving.document import RoutingRecord, StateDocument, read_document
+from tierstore.engine.serving.order import ServingOrder
+from tierstore.engine.serving.undone import Undone
 from tierstore.engine.versions.info import VersionInfo
 from tierstore.errors import Corruption, NotReady, SnapshotError, TierstoreError
 from tierstore.formats.files import read_json, read_number
@@ -67,7 +68,7 @@ def test_no_byte_of_a_record_can_be_changed_unseen(open_store, tmp_path):
     root = with_default(store, tmp_path, 1)
     store.canary("ctr", loaded_beside(store, tmp_path), 0.25)
     store.close()
-    for name in ("1/version.json", "routes.json", "log/base.json", "CURRENT", "log.end"):
+    for name in ("1/version.json", "state.json", "log.end"):
         path = root / name
         whole = path.read_bytes()
         read = read_json if name.endswith("json") else read_number
@@ -88,17 +89,42 @@ def loaded_beside(store: tierstore.Store, root: Path) -> int:
     return 2
 
 
-def test_a_changed_digit_of_current_does_not_serve_another_version(open_store, tmp_path):
+def test_a_changed_digit_of_the_document_does_not_serve_another_version(open_store, tmp_path):
     store = open_store()
     root = loaded(store, tmp_path, 1, 2)
     store.close()
-    change(root / "CURRENT", "2", "1")
+    change(root / "state.json", '"active": 2', '"active": 1')
     store = open_store()
-    with pytest.raises(NotReady, match="CURRENT does not match its checksum"):
+    with pytest.raises(NotReady, match=r"state\.json does not match its checksum"):
         item(store, 1)
-    assert any("CURRENT" in problem for problem in store.verify().problems)
-    store.activate("ctr", 2)
+    assert any("state.json" in problem for problem in store.verify().problems)
+    store.close()
+    change(root / "state.json", '"active": 1', '"active": 2')
+    assert open_store().verify().ok
+
+
+def test_a_document_that_was_changed_below_a_store_is_reported_and_written_again(open_store, tmp_path):
+    store = open_store()
+    root = loaded(store, tmp_path, 1, 2)
+    before = (root / "state.json").read_bytes()
+    store.rollback("ctr")
+    after = (root / "state.json").read_bytes()
+    (root / "state.json").write_bytes(before)
+    assert any("state.json" in problem for problem in store.verify().problems)
+    store.label("ctr", "best", 1)
     assert store.verify().ok
+    assert read_document(ModelDirectory(root), "ctr").serial == json.loads(after)["serial"] + 1
+
+
+def test_a_document_of_another_model_is_refused(open_store, tmp_path):
+    store = open_store()
+    root = loaded(store, tmp_path, 1)
+    other = loaded(store, tmp_path, 1, model="other")
+    store.close()
+    shutil.copy(other / "state.json", root / "state.json")
+    store = open_store()
+    with pytest.raises(NotReady, match="of model 'other', expected 'ctr'"):
+        item(store, 1)
 
 
 def test_the_end_of_the_log_is_of_one_length_whatever_its_number(open_store, tmp_path):
@@ -131,35 +157,6 @@ def test_a_changed_dense_part_is_found(open_store, tmp_path):
         assert "dense.onnx does not match" in store.model("ctr").problem
         store.activate("ctr", 1)
         assert store.model("ctr").ready
-
-
-def as_before(root: Path) -> None:
-    """The records as releases before checksums have written them."""
-    for path in [*root.glob("*/version.json"), root / "routes.json", root / "log/base.json"]:
-        if path.exists():
-            document = json.loads(path.read_text())
-            for name in ("xxh3", "dense"):
-                document.pop(name, None)
-            path.write_text(json.dumps(document, indent=2) + "\n")
-    (root / "CURRENT").write_text((root / "CURRENT").read_text().split()[0])
-    (root / "log.end").unlink()
-
-
-def test_what_earlier_releases_have_written_is_read_and_goes_on(open_store, tmp_path):
-    store = open_store(fold_grace_s=60)
-    root = loaded(store, tmp_path, 1, 2)
-    store.apply_delta(scenes.stamped(1, {"item": [1]}))
-    store.label("ctr", "best", 2)
-    store.close()
-    as_before(root)
-    store = open_store()
-    assert item(store, 1) == scenes.vector("item", 1, 1)[0]
-    assert store.verify().ok
-    store.apply_delta(scenes.stamped(2, {"item": [2]}))
-    store.rollback("ctr")
-    store.close()
-    assert re.fullmatch(r"1 [0-9a-f]{16}\n", (root / "CURRENT").read_text())
-    assert re.fullmatch(r"0{19}2 [0-9a-f]{16}\n", (root / "log.end").read_text())
 
 
 # --- the end of the log
@@ -236,16 +233,25 @@ def test_a_log_that_begins_anew_ends_anew(open_store, tmp_path):
 GOLDEN = Path(__file__).parents[3] / "schema/golden/data-records"
 
 
-@pytest.mark.parametrize("kind", ["checked", "unchecked"])
-def test_golden_records_are_read(kind):
-    where = ModelDirectory(GOLDEN / kind)
-    assert CurrentRecord(where).current() == 1
-    assert CurrentRecord(where).routes() == RoutingRecord(1, 2, 0.25, {"best": 1})
+@pytest.mark.parametrize("kind", ["checked", "unchecked", "document"])
+def test_golden_records_are_read(kind, tmp_path):
+    shutil.copytree(GOLDEN / kind, tmp_path / "ctr")
+    where = ModelDirectory(tmp_path / "ctr")
+    earlier_form.convert(where, "ctr")
+    assert read_document(where, "ctr") == StateDocument(
+        serial=12 if kind == "document" else 0,
+        versions=(1, 4) if kind == "document" else (1,),
+        routes=RoutingRecord(1, 2, 0.25, {"best": 1}),
+        order=ServingOrder(((5, "withdrawn"), (3, "replaced"), (4, "rollback")) if kind == "document" else ()),
+        undone=Undone().as_of(7, 9).with_line(4, 1) if kind == "document" else Undone(),
+        log_start=0,
+        loads={6: "0123456789abcdef0123456789abcdef"} if kind == "document" else {},
+        accepted={4: 6} if kind == "document" else {},
+    )
     info = VersionInfo(where.version(1))
     assert (info.number, info.base, info.heads) == (1, "sealed", {})
     assert info.tables["user"]["default"] == [73.5, 73.5, 73.5, 73.5]
-    assert read_json(where.log_base) == {"start": 0}
-    assert read_number(where.log_end) == {"checked": "2", "unchecked": None}[kind]
+    assert read_number(where.log_end) == {"checked": "2", "unchecked": None, "document": f"{9:020d}"}[kind]
 
 
 def test_a_golden_record_of_some_partitions_is_read(tmp_path):
@@ -263,11 +269,10 @@ def test_a_golden_record_of_some_partitions_is_read(tmp_path):
 
 
 def test_a_golden_record_that_was_changed_is_not(tmp_path):
-    shutil.copytree(GOLDEN / "checked", tmp_path / "ctr")
+    shutil.copytree(GOLDEN / "document", tmp_path / "ctr")
     where = ModelDirectory(tmp_path / "ctr")
     change(where.version(1).record, "73.5", "73.6")
-    change(where.routes, "0.25", "0.75")
-    change(where.current, "1 ", "2 ")
-    for read in (CurrentRecord(where).current, CurrentRecord(where).routes, lambda: VersionInfo(where.version(1))):
+    change(where.state, "0.25", "0.75")
+    for read in (lambda: read_document(where, "ctr"), lambda: VersionInfo(where.version(1))):
         with pytest.raises(Corruption, match="does not match its checksum"):
             read()

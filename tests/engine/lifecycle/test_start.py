@@ -21,9 +21,11 @@ from tests.engine import scenes
 from tests.engine.test_store import folded
 from tests.formats.disks import FailingDisk
 from tierstore.engine.deltas.replay import catch_up
+from tierstore.engine.serving.document import read_document
 from tierstore.errors import Closed, Locked, NotFound, StorageError, TierstoreError
 from tierstore.formats import files
 from tierstore.formats.files import FileSystem
+from tierstore.formats.names import ModelDirectory
 
 pytestmark = pytest.mark.usefixtures("quick_loads")
 
@@ -258,7 +260,7 @@ def test_a_verb_that_comes_too_late_changes_nothing_of_a_closed_store(open_store
     for verb in (ctr.switcher.deactivate, lambda: ctr.drops.drop(1)):
         with pytest.raises(Closed):
             verb()
-    assert (root / "CURRENT").read_bytes().split()[0] == b"2"
+    assert read_document(ModelDirectory(root), "ctr").routes.active == 2
     assert open_store().model("ctr").versions == [1, 2]
 
 
@@ -315,6 +317,34 @@ def test_rubbish_that_cannot_be_removed_keeps_nothing_from_serving(open_store, t
     assert {path.name for path in root.iterdir() if path.is_dir()} == {"1", "log"}
 
 
+def test_rubbish_that_cannot_be_renamed_makes_no_version_damaged(open_store, tmp_path):
+    """Of a load or a fold that was cut off, of a line that no longer counts, and of a load that left nothing."""
+
+    class Held(FileSystem):
+        def rename(self, old, new):
+            if new.name.startswith(".trash-"):
+                raise OSError(errno.EBUSY, "injected failure")
+            super().rename(old, new)
+
+    store = open_store()
+    root = loaded(store, tmp_path, 1, 2)
+    store.close()
+    remains = [root / "1/build", root / "2/build", root / "2.1", root / "7"]
+    for path in remains:
+        path.mkdir()
+        (path / "x").write_bytes(b"x")
+    with files.use(Held()):
+        store = scenes.swept(open_store())
+        ctr = store.model("ctr")
+        assert (ctr.versions, ctr.catalogue.damaged, ctr.problem) == ([1, 2], {}, None)
+        assert item(store, 1) == scenes.vector("item", 2, 1)[0]
+        store.rollback("ctr")
+        assert item(store, 1) == scenes.vector("item", 1, 1)[0]
+        store.close()
+    scenes.swept(open_store())
+    assert [path for path in remains if path.exists()] == []
+
+
 def test_a_damaged_version_keeps_no_other_one_from_being_caught_up(open_store, tmp_path, monkeypatch):
     store = open_store(keep_versions=9)
     root = loaded(store, tmp_path, 1, 2, 3)
@@ -331,22 +361,28 @@ def test_a_damaged_version_keeps_no_other_one_from_being_caught_up(open_store, t
     assert "folded" not in ctr.problem
 
 
-# --- CURRENT and LOCK
+# --- the document and LOCK
 
 
-@pytest.mark.parametrize("content", [b"\xff\xfe", b"", b"one"])
-def test_a_current_that_makes_no_sense_is_the_problem_of_one_model(open_store, tmp_path, content):
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"", b"one", b"{}", b'{"format": 9}', None])
+def test_a_document_that_makes_no_sense_is_the_problem_of_one_model(open_store, tmp_path, content):
     store = open_store()
     root = loaded(store, tmp_path, 1)
     loaded(store, tmp_path, 1, model="other")
     store.close()
-    (root / "CURRENT").write_bytes(content)
+    whole = (root / "state.json").read_bytes()
+    (root / "state.json").unlink() if content is None else (root / "state.json").write_bytes(content)
     store = open_store()
-    assert "expected a version number" in store.model("ctr").problem
-    assert "activate the version that was served" in store.model("ctr").problem
+    assert "state.json" in store.model("ctr").problem
+    assert "start that release again" in store.model("ctr").problem or "xxh3" in store.model("ctr").problem
     assert item(store, 1, "other") == scenes.vector("item", 1, 1)[0]
-    store.activate("ctr", 1)
+    with pytest.raises(TierstoreError, match=r"state\.json"):
+        store.activate("ctr", 1)
+    store.close()
+    (root / "state.json").write_bytes(whole)
+    store = open_store()
     assert store.model("ctr").problem is None
+    assert item(store, 1) == scenes.vector("item", 1, 1)[0]
 
 
 def test_a_store_opens_on_a_full_disk_though_it_cannot_write_its_number(open_store, tmp_path, monkeypatch):

@@ -340,7 +340,7 @@ def test_loads_switches_and_drops_at_once_end_in_order_or_in_a_clear_conflict(op
     until(store, lambda: not ctr.state.retiring)
     assert stamps(store) == ({float(ctr.active_version)}, {float(stream.acknowledged)})
     assert open_versions(store) == [ctr.active_version]
-    on_disk = {path.name for path in (tmp_path / "data/models/ctr").iterdir()} - {"CURRENT", "log", "log.end"}
+    on_disk = {path.name for path in (tmp_path / "data/models/ctr").iterdir()} - {"state.json", "log", "log.end"}
     assert on_disk == {str(version) for version in ctr.versions}
 
 
@@ -435,4 +435,4 @@ def test_a_load_that_its_store_was_closed_under_leaves_the_directory_to_who_has_
         store.load_snapshot(source, progress=yield_to_requests)
     assert opened[0].model("ctr").active_version == version
     assert (tmp_path / f"data/models/ctr/{version}/version.json").exists()
-    assert (tmp_path / "data/models/ctr/CURRENT").exists()
+    assert (tmp_path / "data/models/ctr/state.json").exists()

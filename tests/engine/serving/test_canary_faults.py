@@ -15,7 +15,7 @@ import tierstore
 from tests.engine import scenes
 from tests.engine.test_faults import KEYS, PowerCut, Rows, numbers, same
 from tests.formats.disks import FailingDisk
-from tierstore.engine.serving.routing_record import RoutingRecord
+from tierstore.engine.serving.document import RoutingRecord
 from tierstore.errors import TierstoreError
 from tierstore.formats import files
 

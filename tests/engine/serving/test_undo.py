@@ -17,8 +17,8 @@ from tests.engine import scenes
 from tests.engine.test_faults import PowerCut
 from tests.engine.test_store import folded
 from tests.formats.disks import FailingDisk
-from tierstore.engine.serving.undone_record import Undone, read_undone, save_undone
-from tierstore.errors import Conflict, Corruption, InvalidInput, TierstoreError
+from tierstore.engine.serving.undone import Undone
+from tierstore.errors import Conflict, InvalidInput, TierstoreError
 from tierstore.formats import files
 
 pytestmark = pytest.mark.usefixtures("quick_loads")
@@ -188,18 +188,12 @@ def test_what_was_undone_before_a_delta_stays_undone_in_its_state(tmp_path, open
     assert_equal(content(store), content(reference))
 
 
-def test_a_record_of_a_release_without_history_is_read(tmp_path):
-    record = tmp_path / "undone.json"
-    files.publish_record(record, {"format": 1, "ranges": [[2, 3], [6, 9]], "lines": {"1": 2}, "outdated": []})
-    read = read_undone(record)
-    assert read.ranges == ((2, 3), (6, 9))
-    assert read.as_of(9, 9).ranges == ((2, 3),)
-    save_undone(record, read)
-    assert read_undone(record) == read
+def test_what_makes_no_sense_is_not_read():
+    undone = Undone().as_of(1, 3).as_of(5, 9).with_line(1, 2)
+    assert Undone.parse(undone.document()) == undone
     for rollbacks in ([[2, 3]], [[5, 9], [1, 3]], [[9, 5]]):
-        files.publish_record(record, read.document() | {"rollbacks": rollbacks})
-        with pytest.raises(Corruption, match="is invalid"):
-            read_undone(record)
+        with pytest.raises(ValueError):
+            Undone.parse(undone.document() | {"rollbacks": rollbacks})
 
 
 def test_producers_go_on_after_the_newest_seq(tmp_path, store):
@@ -457,14 +451,19 @@ def test_a_record_that_is_damaged_or_missing_loses_nothing(tmp_path, open_store)
     store.apply_delta(delta(1))
     store.rollback("ctr", to_seq=0)
     wanted = content(store)
+    again = scenes.write_snapshot(tmp_path, 2)
     scenes.housekeep(store)
     store.close()
-    record = tmp_path / "data/models/ctr/undone.json"
+    record = tmp_path / "data/models/ctr/state.json"
     good = record.read_bytes()
     for damage in (lambda: record.write_bytes(good.replace(b"[1,", b"[0,").replace(b"1,", b"0,")), record.unlink):
         damage()
         store = open_store()
-        assert "undone.json" in str(store.model("ctr").problem) or "undone.json" in str(store.status()["models"]["ctr"])
+        assert "state.json" in store.model("ctr").problem
+        with pytest.raises(TierstoreError, match=r"state\.json"):
+            store.activate("ctr", 1, force=True)
+        with pytest.raises(TierstoreError, match=r"state\.json"):
+            store.load_snapshot(again)
         assert not store.model("ctr").ready
         store.close()
         record.write_bytes(good)

@@ -30,8 +30,9 @@ def serving(tmp_path: Path, **settings: object) -> Iterator[tuple[Store, httpx.C
         yield store, http
 
 
-def damaged_current(root: Path) -> None:
-    (root / "CURRENT").write_text("2 0000000000000000\n")
+def damaged_document(root: Path) -> None:
+    path = root / "state.json"
+    path.write_text(path.read_text().replace('"active": 2', '"active": 1'))
 
 
 def a_newer_format(root: Path) -> None:
@@ -43,7 +44,7 @@ def a_newer_format(root: Path) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("damage", [damaged_current, a_newer_format])
+@pytest.mark.parametrize("damage", [damaged_document, a_newer_format])
 def test_a_copy_whose_model_does_not_open_is_not_ready(tmp_path: Path, damage: Callable[[Path], None]) -> None:
     with serving(tmp_path) as (store, http):
         assert http.get("/v2/health/ready").status_code == 200, "no models"
@@ -60,5 +61,5 @@ def test_a_copy_whose_model_does_not_open_is_not_ready(tmp_path: Path, damage: C
         if damage is a_newer_format:
             problem = str(store.status()["models"]["ctr"]["problem"])
             assert f"was written by tierstore 9.3.0, this is {__version__}" in problem
-        store.activate("ctr", 1)
-        assert http.get("/v2/health/ready").status_code == 200
+            store.activate("ctr", 1)
+            assert http.get("/v2/health/ready").status_code == 200

@@ -27,8 +27,8 @@ from tierstore.engine.deltas.origin import Origin, with_passed_over
 from tierstore.engine.deltas.replay import missing, unfolded
 from tierstore.engine.events.observer import Observer
 from tierstore.engine.reads.view import View
-from tierstore.engine.serving.current_record import CurrentRecord
 from tierstore.engine.serving.live import LiveViews
+from tierstore.engine.serving.record import StateRecord
 from tierstore.engine.serving.routing import Routing
 from tierstore.engine.versions.version import Version
 from tierstore.errors import Conflict, DeltaError, NotReady, SequenceGap, TooLarge
@@ -51,7 +51,7 @@ class DeltaPath:
         self,
         live: LiveViews,
         log: DeltaLog,
-        record: CurrentRecord,
+        record: StateRecord,
         dense: DenseParts,
         specs_of: Callable[[int], Mapping[str, TableSpec] | None],
         observers: Sequence[Observer],

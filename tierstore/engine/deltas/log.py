@@ -4,11 +4,12 @@ One writer (the model's write lock). `read` and the properties: any thread that 
 entry that was pruned meanwhile (NotFound).
 
 After a crash: an entry is there whole, under a name that has its sequence number and its digest, or not at all.
-`base.json` holds `start`: entries at or below it do not count, whether or not their files are gone already.
+The model's document (`serving/document.py`) says where the log begins: entries at or below that seq do not count,
+whether or not their files are gone already.
 
 A damaged log opens all the same, and reports it by `damage`. Lost entries cannot be read, so a version that lacks some
-of them is not served; a version that lacks none can be. If `base.json` is lost, every entry counts as lost, and
-nothing is added or forgotten until it is back, or `restart` begins the log again.
+of them is not served; a version that lacks none can be. If the directory cannot be read, or nothing says where the log
+begins, every entry counts as lost, and nothing is added or forgotten until it can, or the log begins again.
 
 `log.end`, next to the log's directory, names the newest entry: if the log ends before it, the entries between are
 lost. It is written once an entry is durable, in place and without a flush of its own. So it never names an entry that
@@ -22,7 +23,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
@@ -31,7 +32,8 @@ import xxhash
 
 from tierstore.engine.deltas import origin as origins
 from tierstore.engine.deltas.origin import Origin
-from tierstore.engine.serving.undone_record import Age, Undone
+from tierstore.engine.serving.record import StateRecord
+from tierstore.engine.serving.undone import Age, Undone
 from tierstore.errors import Corruption, DeltaError, NotFound, StorageError
 from tierstore.formats import files
 from tierstore.formats.delta.head import read_event_time
@@ -55,19 +57,17 @@ class Lost:
 class DeltaLog:
     """Entries `start + 1 … last`, contiguous except for lost ones.
 
-    `start` is None until the first restart: no delta fits yet.
+    `start` is None until the log begins for the first time: no delta fits yet.
     """
 
-    def __init__(self, where: ModelDirectory) -> None:
-        self._where = where
+    def __init__(self, where: ModelDirectory, record: StateRecord) -> None:
+        self._where, self._record = where, record
         self.start: int | None = None
-        self.undone = Undone()  # which entries no version is to have; set by the owner, replaced whole
         self.last: int | None = None  # the newest seq held, or None where the log has not begun
         self._undone_noted: Age = (0, 0)  # in the newest entry of this process that says so
         self._entries: dict[int, str] = {}  # seq → digest, ascending
         self._lost: list[Lost] = []  # ascending
         self.unusable: str | None = None  # why nothing may be added or forgotten: it is unknown where the log begins
-        self._base_in_doubt = False  # base.json may differ from `start`
         self._end = 0  # the number in that file; 0 without one
         self._in_doubt: list[tuple[int, Path]] = []  # entries that may have their names although they do not count
         try:
@@ -81,11 +81,12 @@ class DeltaLog:
             files.sweep(where.log)
         try:
             self._end = _read_end(where)
-            self.start = _read_start(where)
+            record.check_readable()
+            self.start = record.document.log_start
             if self.start is None and (found or self._end):
                 raise self._no_beginning()
         except StorageError as error:
-            self._give_up(f"{error}; {_how_to_begin(found, self._end)}", found)
+            self._give_up(str(error), found)
             return
         if self.start is not None:
             self._add_entries(self.start, found)
@@ -130,7 +131,10 @@ class DeltaLog:
         self.last = max(self.last, self._end)
 
     def _no_beginning(self) -> Corruption:
-        return Corruption(f"{self._where.log_base} is missing, which says where the entries in {self._where.log} begin")
+        return Corruption(
+            f"{self._where.state} does not say where the entries in {self._where.log} begin; restore what belongs "
+            "there, and start again, or load a snapshot that holds every delta"
+        )
 
     def seen(self, watermark: int, *, from_log: bool) -> None:
         """Learn that a version holds the deltas up to `watermark`: how far the log went, if nothing else says that.
@@ -138,7 +142,7 @@ class DeltaLog:
         `from_log`: they were not all in its snapshot, so the log had begun.
         """
         if self.start is None and from_log:
-            self._give_up(f"{self._no_beginning()}; {_how_to_begin([], self._end)}", [])
+            self._give_up(str(self._no_beginning()), [])
         if self.unusable is not None and self.last is not None:
             self.last = max(self.last, watermark)
 
@@ -153,10 +157,7 @@ class DeltaLog:
         return {"start": start, "last": last, "entries": self.entries}
 
     def check(self) -> None:
-        """Check the files that say where the log begins and ends. StorageError if they cannot be read or are
-        damaged.
-        """
-        _read_start(self._where)
+        """Check the file that says where the log ends. StorageError if it cannot be read or is damaged."""
         files.read_number(self._where.log_end)
 
     def held(self) -> list[int]:
@@ -172,6 +173,11 @@ class DeltaLog:
     def why_lost(self, seq: int) -> str | None:
         """Why it is unknown what was acknowledged as delta `seq`; None if it is known."""
         return self.unusable or next((lost.why for lost in self._lost if lost.first <= seq <= lost.last), None)
+
+    @property
+    def undone(self) -> Undone:
+        """Which entries no version is to have."""
+        return self._record.document.undone
 
     @property
     def _start(self) -> int:
@@ -205,8 +211,7 @@ class DeltaLog:
             raise Corruption(self.unusable)
         if self.last is None or seq != self.last + 1:
             raise AssertionError(f"append of {seq} after {self.last}")
-        if self._base_in_doubt:
-            self._publish_start(self._start)
+        self._record.repair()
         self._resolve_doubts()
         path, age = self._where.log_entry(seq, digest), self.undone.age
         if age != self._undone_noted:
@@ -277,11 +282,11 @@ class DeltaLog:
         return None
 
     def check_undone(self) -> None:
-        """Corruption where `undone.json` is of an earlier or of a later moment than the entries, as a copy's may be."""
+        """Corruption where the document is of an earlier or of a later moment than the entries, as a copy's may be."""
         undone, last = self.undone, self.last or 0
         if undone.newest > last:
             raise Corruption(
-                f"{self._where.undone} is of a later moment than delta log {self._where.log}: "
+                f"{self._where.state} is of a later moment than delta log {self._where.log}: "
                 f"delta {undone.newest} had come then, and the log ends with {last}"
             )
         for seq, digest in self._entries.items():
@@ -291,7 +296,7 @@ class DeltaLog:
                 continue
             if age > undone.age:
                 raise Corruption(
-                    f"{self._where.undone} is of an earlier moment than delta {seq} in {self._where.log}, which came "
+                    f"{self._where.state} is of an earlier moment than delta {seq} in {self._where.log}, which came "
                     "after a rollback that is not in it"
                 )
 
@@ -314,16 +319,25 @@ class DeltaLog:
 
     def restart(self, seq: int) -> None:
         """Begin again after `seq`; all entries are forgotten."""
+        self.prepare_restart(seq)
+        self._record.publish(replace(self._record.document, log_start=seq))
+        self.restarted(seq)
+
+    def prepare_restart(self, seq: int) -> None:
+        """Before a document says that the log begins after `seq`: or a crash after it would look like a loss."""
         if seq < self._end:
-            # durable before the beginning is moved, or a crash in between would look like a loss
             files.publish_bytes(self._where.log_end, files.checked_number(seq, digits=END_DIGITS))
             self._end = seq
-        beyond = [self._where.log_entry(other, digest) for other, digest in self._entries.items() if other > seq]
+
+    def restarted(self, seq: int) -> None:
+        """After a document said so: all entries are forgotten. May be done twice."""
+        # the next start would take these for later entries
+        self._in_doubt += [(n, self._where.log_entry(n, digest)) for n, digest in self._entries.items() if n > seq]
         self._forget_to(seq, list(self._entries))
         self.last = seq
         self._note_end(seq)
-        for path in beyond:  # the next start would take these for later entries
-            files.remove_file(path)
+        with contextlib.suppress(StorageError):
+            self._resolve_doubts()
 
     def ages(self) -> Iterator[tuple[int, float]]:
         """(seq, when it was written, in seconds since 1970) of each entry, ascending."""
@@ -333,41 +347,16 @@ class DeltaLog:
         """Forget entries up to `upto`. Returns how many."""
         drop = [] if self.unusable is not None else [seq for seq in self._entries if seq <= upto]
         if drop:
+            # the document first: a crash in between leaves files that the next start removes, never a gap
+            self._record.publish(replace(self._record.document, log_start=drop[-1]))
             self._forget_to(drop[-1], drop)
         return len(drop)
 
     def _forget_to(self, start: int, drop: list[int]) -> None:
-        # base.json first: a crash in between leaves files that the next start removes, never a gap
-        try:
-            self._publish_start(start)
-        except BaseException:
-            # it may have its name all the same, and the next start would then drop acknowledged deltas
-            with contextlib.suppress(StorageError):
-                if self.start is None or self.unusable is not None:
-                    files.remove_file(self._where.log_base)
-                else:
-                    self._publish_start(self.start)
-            raise
         self.start, self.unusable = start, None
         self._lost = [lost for lost in self._lost if lost.last > start]
         for path in [self._where.log_entry(seq, self._entries.pop(seq)) for seq in drop]:
             _remove(path)
-
-    def _publish_start(self, start: int) -> None:
-        self._base_in_doubt = True
-        files.publish_record(self._where.log_base, {"start": start})
-        self._base_in_doubt = False
-
-
-def _read_start(where: ModelDirectory) -> int | None:
-    if not files.exists(where.log_base):
-        return None
-    start = files.read_json(where.log_base).get("start")
-    if type(start) is not int or start < 0:
-        raise Corruption(
-            f'{where.log_base}: expected {{"start": <the seq before the first entry>}}, got start {start!r}'
-        )
-    return start
 
 
 def _read_end(where: ModelDirectory) -> int:
@@ -387,14 +376,6 @@ def _write_end(where: ModelDirectory, seq: int) -> None:
         os.ftruncate(fd, os.pwrite(fd, files.checked_number(seq, digits=END_DIGITS), 0))
     finally:
         os.close(fd)
-
-
-def _how_to_begin(found: list[tuple[int, str, Path]], end: int) -> str:
-    seqs = [seq for seq, _, _ in found]
-    start = seqs[0] - 1 if seqs else end or "the newest delta that was acknowledged"
-    gapless = seqs == list(range(seqs[0], seqs[-1] + 1)) if seqs else True
-    write = f', or have it say {{"start": {start}}} if all that was acknowledged is there' if gapless else ""
-    return f"restore it{write}, and start again; or load a snapshot that holds every delta"
 
 
 def _changed_s(path: Path) -> float:

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from typing import NamedTuple
 
 from tierstore.engine.deltas.log import DeltaLog
-from tierstore.engine.serving.undone_record import Undone
+from tierstore.engine.serving.undone import Undone
 
 
 class Event(NamedTuple):

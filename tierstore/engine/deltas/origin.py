@@ -14,13 +14,13 @@ from typing import Any
 
 import xxhash
 
-from tierstore.engine.serving.undone_record import Age
+from tierstore.engine.serving.undone import Age
 from tierstore.errors import Corruption
 
 Origin = Mapping[str, Any]  # a JSON object; only its source knows its content, except for the field below
 
 PASSED_OVER_BY = "dense_passed_over_by"  # versions that served and did not accept the delta's dense part
-UNDONE = "undone"  # the age of `undone.json` when the delta was logged, of the first delta since it changed
+UNDONE = "undone"  # the age of what was undone when the delta was logged, of the first delta since it changed
 
 _MAGIC = b"TIERORIG"  # no delta ends with it: a delta ends with the end mark of its last Arrow stream
 _END = struct.Struct("<QQ8s")  # XXH3-64 of the document, its length, the magic
@@ -44,12 +44,12 @@ def passed_over_by(origin: Origin | None) -> Collection[int]:
 
 
 def with_undone(origin: Origin | None, age: Age) -> Origin:
-    """`origin` with the age of `undone.json`."""
+    """`origin` with the age of what is undone."""
     return {**(origin or {}), UNDONE: age}
 
 
 def undone_in(origin: Origin | None) -> Age:
-    """The age of `undone.json` that an origin names; the lowest where it names none."""
+    """The age of what was undone that an origin names; the lowest where it names none."""
     age = (origin or {}).get(UNDONE)
     return (int(age[0]), int(age[1])) if isinstance(age, list) and len(age) == 2 else (0, 0)
 

@@ -15,7 +15,7 @@ from tierstore.engine.data.overlay import Overlay, encode_delta, stack
 from tierstore.engine.deltas.dense import DenseParts
 from tierstore.engine.deltas.log import DeltaLog
 from tierstore.engine.reads.view import View
-from tierstore.engine.serving.undone_record import Undone
+from tierstore.engine.serving.undone import Undone
 from tierstore.engine.versions.version import Version
 from tierstore.errors import DeltaError, TooLarge
 from tierstore.formats.colliding import CollidingKeys

@@ -17,7 +17,7 @@ from pathlib import Path
 from tierstore.engine.deltas.log import DeltaLog
 from tierstore.engine.lifecycle.unfinished import Unfinished, find_unfinished
 from tierstore.engine.serving.live import LiveViews
-from tierstore.engine.serving.undone_record import read_undone
+from tierstore.engine.serving.record import StateRecord
 from tierstore.engine.versions.info import VersionInfo
 from tierstore.errors import Conflict, Corruption, NotFound, StorageError
 from tierstore.formats import files
@@ -35,9 +35,17 @@ class Catalogue:
     """
 
     def __init__(
-        self, name: str, where: ModelDirectory, live: LiveViews, log: DeltaLog, *, keep_loads: bool, copied: bool
+        self,
+        name: str,
+        where: ModelDirectory,
+        live: LiveViews,
+        log: DeltaLog,
+        record: StateRecord,
+        *,
+        keep_loads: bool,
+        copied: bool,
     ) -> None:
-        self._name, self._where, self._live, self._log = name, where, live, log
+        self._name, self._where, self._live, self._log, self._record = name, where, live, log, record
         self._keep_loads, self._copied = keep_loads, copied
         # guarded by the write lock
         self._infos: dict[int, VersionInfo] = {}
@@ -73,9 +81,10 @@ class Catalogue:
         return self._infos.get(number)
 
     def info(self, number: int) -> VersionInfo:
-        """The record of a version. NotFound names the existing versions."""
+        """The record of a version. NotFound names the existing versions; StorageError if there may be others."""
         info = self._infos.get(number)
         if info is None:
+            self.check_readable()
             raise NotFound(
                 f"model {self._name!r} has no version {number}; it has {', '.join(map(str, self.numbers)) or 'none'}"
             )
@@ -195,12 +204,12 @@ class Catalogue:
         lines: list[tuple[int, int]] = []
         try:
             lines = self._where.versions_on_disk()
-            self._log.undone = read_undone(self._where.undone)
+            self._record.check_readable()
             if self._copied:
                 self._log.check_undone()
         except OSError as error:
             self.unreadable = f"{self._where.root} cannot be read: {error.strerror or error}; mend that and start again"
-            if isinstance(error, StorageError):  # it is unknown which lines count
+            if isinstance(error, StorageError):  # it is unknown what the directory means
                 self.unreadable, lines = str(error), []
         for number, line in lines:
             try:
@@ -217,29 +226,32 @@ class Catalogue:
                 if info is not None:
                     infos[number] = info
         self._infos = infos
+        for number in sorted({*self._record.document.versions} - {*infos, *self.damaged, *self.unfinished}):
+            if self.unreadable is None:
+                log.warning("model %s: version %d was there and is not any more", self._name, number)
 
     def _discard_replaced(self, number: int, line: int) -> None:
         """Remove a line that does not count, if the line that counts is there."""
         where, counts = self._where.version(number, line), self.where(number)
         if files.exists(where.record) and not files.exists(counts.record):
             raise Corruption(
-                f"{where.root} is a whole line of the version, and {counts.root} should be: restore "
-                f"{self._where.undone}"
+                f"{where.root} is a whole line of the version, and {counts.root} should be: restore the one that "
+                f"{self._where.state} means"
             )
         self._discard(where.root)
 
     def _find_version(self, number: int) -> VersionInfo | None:
         where = self.where(number)
         if not files.exists(where.record):
-            if files.exists(where.db) and not files.exists(where.loading):  # a load has the one before it has the other
+            if files.exists(where.db) and number not in self._record.document.loads:  # a load says so before it begins
                 raise Corruption(f"{where.record} is missing, and its rows are there: restore it, or drop the version")
             if not self.keep_unfinished(number):
                 self._discard(where.root)
             return None
-        self._discard(where.build)  # of a fold that was interrupted
+        self._discard(where.build)  # of a load or a fold that was interrupted
         for folder in (where.root, where.hot_keys(Tier.HOST), where.hot_keys(Tier.DEVICE)):
             self._find_leftovers(folder)
-        info = VersionInfo(where)
+        info = VersionInfo(where, self._record.document.accepted.get(number, 0))
         if (info.manifest.model, info.number) != (self._name, number):
             raise Corruption(
                 f"{where.record} is of version {info.number} of {info.manifest.model!r}: expected version {number} of "
@@ -254,6 +266,11 @@ class Catalogue:
             log.warning("model %s: %s", self._name, error)
 
     def _discard(self, folder: Path) -> None:
-        trash = files.discard(folder)
+        """Have a folder removed that nothing reads."""
+        try:
+            trash = files.discard(folder)
+        except StorageError as error:  # the next start tries again
+            log.warning("model %s: %s", self._name, error)
+            return
         if trash is not None:
             self.leftovers.append(trash)

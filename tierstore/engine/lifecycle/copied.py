@@ -42,10 +42,10 @@ def prepare(root: DataDirectory, lock_file: int) -> bool:
 
 def mark_outdated(state: ModelState, active: int | None) -> None:
     """Have versions built again before they serve whose rows are those of another moment: they are without other undone
-    deltas than those of `undone.json`, or hold deltas that neither the log nor the active version has, under seqs that
+    deltas than those of the document, or hold deltas that neither the log nor the active version has, under seqs that
     the copy will have others for.
 
-    In memory: `undone.json` stays as it was copied until something serves. Once the records of the versions are read.
+    In memory: the document stays as it was copied until something serves. Once the records of the versions are read.
     """
     deltas, infos = state.log, state.catalogue.infos()
     undone, last = deltas.undone, max([deltas.last or 0, *(info.watermark for info in infos if info.number == active)])
@@ -55,11 +55,12 @@ def mark_outdated(state: ModelState, active: int | None) -> None:
         if not undone.made(info.left_out) or info.watermark > max(last, info.manifest.delta_seq)
     }
     if not others <= undone.outdated:
-        deltas.undone = replace(undone, outdated=undone.outdated | others)
+        document = state.record.document
+        state.record.amend(replace(document, undone=replace(undone, outdated=undone.outdated | others)))
 
 
 def check_version(state: ModelState, info: VersionInfo) -> None:
-    """Corruption where CURRENT, or the record of the canary, names a version that cannot have served with such rows."""
+    """Corruption where the document has a version serve that cannot have served with such rows."""
     what, catalogue = f"version {info.number} of {state.name!r}", state.catalogue
     if catalogue.is_outdated(info.number):
         raise Corruption(f"{what} served at another moment than that of its rows: other deltas are undone in them")

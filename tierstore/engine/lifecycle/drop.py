@@ -14,6 +14,8 @@ from tierstore.engine.lifecycle.opening import Opener
 from tierstore.engine.lifecycle.routes import Routes
 from tierstore.engine.lifecycle.rules import check_unused, surplus_of
 from tierstore.engine.lifecycle.state import ModelState
+from tierstore.engine.serving.order import REPLACED
+from tierstore.errors import StorageError
 from tierstore.formats import files
 
 log = logging.getLogger(__name__)
@@ -48,10 +50,31 @@ class Drops:
     def _surplus(self) -> list[int]:
         """Unused versions beyond the number to keep."""
         catalogue, keep = self._catalogue, self._state.shared.settings.keep_versions
-        surplus = surplus_of(
-            catalogue.numbers, self._live.active_version, {self._routes.canary, *catalogue.loading}, keep
-        )
+        used, order = {self._routes.canary, *catalogue.loading}, self._state.record.document.order
+        surplus = surplus_of(catalogue.numbers, self._live.active_version, used, keep, order)
         return [n for n in surplus if n not in self._state.retiring and n not in self._opener.scanned]
+
+    def once_active(self, number: int | None = None) -> list[int]:
+        """The versions that will be dropped once version `number` is active, by default one newer than all."""
+        state, numbers = self._state, self._catalogue.numbers
+        if not state.shared.placement.refusals.allow("drop_surplus"):
+            return []
+        number = max([0, *numbers]) + 1 if number is None else number
+        order = state.record.document.order.after(
+            (self._live.active_version, self._routes.canary), (number, None), REPLACED
+        )
+        return surplus_of(numbers, number, (), state.shared.settings.keep_versions, order)
+
+    def _forget(self, number: int) -> None:
+        """Take a version off the record; a full disk does not keep it from being dropped."""
+        state = self._state
+        with self._live.write:
+            document = state.record.document.without_version(number)
+            try:
+                state.publish(document)
+            except StorageError as error:  # the next change says so too, as does its directory, which is gone
+                log.warning("model %s: version %d is dropped, and still on record: %s", state.name, number, error)
+                state.record.amend(document)
 
     def _discard(self, number: int) -> Path | None:
         """Forget a version, and rename its directory. Returns the path that is still to be removed."""
@@ -60,14 +83,16 @@ class Drops:
             catalogue.check_not_loading(number)
             self._live.check_open()
             if number in catalogue.damaged:
-                return catalogue.discard_damaged(number)
+                trash = catalogue.discard_damaged(number)
+                self._forget(number)
+                return trash
             if number in catalogue.unfinished:
                 return catalogue.discard_unfinished(number)
             info = catalogue.info(number)
             check_unused(state.name, number, [self._live.active_version], self._routes.canary)
             state.retiring.await_closed(state.name, number)
             with self._live.write:
-                state.record.repair()  # CURRENT must not name it any more
+                state.record.repair()  # the document must not have it serve any more
             self._opener.scanned.close(number)
             for root in [root for root, of in catalogue.replaced.items() if of == number]:
                 files.remove_tree(root)  # before the line that counts, or a start would not know what they are
@@ -77,3 +102,4 @@ class Drops:
             finally:
                 if not files.exists(info.where.record):  # its remains have no name, and go at the next start
                     catalogue.forget(number)
+                    self._forget(number)

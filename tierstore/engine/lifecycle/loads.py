@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 
 from tierstore.engine.lifecycle.opening import Opener
+from tierstore.engine.lifecycle.rules import is_waiting
 from tierstore.engine.lifecycle.state import ModelState
-from tierstore.engine.lifecycle.unfinished import clear_for, finish_load
-from tierstore.engine.serving.undone_record import save_undone
+from tierstore.engine.lifecycle.unfinished import clear_for
 from tierstore.errors import Conflict, LoadCancelled, SnapshotError, StorageError
 from tierstore.formats import files
 from tierstore.ingest.bulkload import can_go_on
@@ -37,10 +38,16 @@ class Loads:
         with self._live.write:
             self._catalogue.check_readable()  # such a version may be among them
             complete = number in self._catalogue
-            self._check(number, delta_seq, identity)
+            same = self._state.record.document.loads.get(number) == identity
+            self._check(number, delta_seq, same=same)
             if not complete:
                 self._check_number(number, activate=activate)
-                self._forget_outdated(number)
+                # what is on record of an earlier version of that number means nothing any more
+                document = self._state.record.document.without_version(number)
+                others = {
+                    n: of for n, of in document.loads.items() if n > number or n not in self._catalogue.unfinished
+                }
+                self._state.publish(replace(document, loads={**others, number: identity}))
             trash = self._catalogue.discard_unfinished_up_to(number)
             self._catalogue.loading[number] = delta_seq, Progress("start")
 
@@ -50,11 +57,12 @@ class Loads:
 
         try:
             if not complete:
-                clear_for(where, identity)
+                clear_for(where)
             for path in trash:
                 files.remove_leftover(path)
             yield note
-            finish_load(where)
+            with self._live.write, contextlib.suppress(StorageError):  # it only says that the load can go on
+                self._state.publish(self._state.record.document.without_load(number))
         except BaseException as error:
             self._clean_up(number, error)
             raise
@@ -63,19 +71,19 @@ class Loads:
                 self._catalogue.loading.pop(number, None)
                 self._catalogue.damaged.pop(number, None)  # its directory was replaced, or removed
 
-    def _check(self, number: int, delta_seq: int, identity: str) -> None:
-        """Conflict or SnapshotError if such a load is impossible. Holds `write`."""
+    def _check(self, number: int, delta_seq: int, *, same: bool) -> None:
+        """Conflict or SnapshotError if such a load is impossible; `same`: the last one was of the same snapshot. Holds
+        `write`.
+        """
         name, is_caught_up = self._state.name, self._state.shared.placement.refusals.allow("catch_up")
         start = self._log.start if is_caught_up else None  # otherwise the target must know what it lacks
         if number in self._catalogue.loading:
             raise Conflict(f"version {number} of {name!r} is being loaded already")
-        if number in self._catalogue:
-            mark = files.read_bytes(self._catalogue.where(number).loading)
-            if number in self._live.served.versions or mark != identity.encode():
-                raise Conflict(
-                    f"version {number} of {name!r} is there already; activate it, or drop it first, or give the "
-                    "snapshot a new version"
-                )
+        if number in self._catalogue and (number in self._live.served.versions or not same):
+            raise Conflict(
+                f"version {number} of {name!r} is there already; activate it, or drop it first, or give the snapshot "
+                "a new version"
+            )
         if start is not None and delta_seq < start:
             raise SnapshotError(
                 f"delta_seq is {delta_seq}, but the delta log begins after {start}, so the deltas in between are gone; "
@@ -87,26 +95,19 @@ class Loads:
                 f"delta_seq is {delta_seq}, and it could not be caught up: {lost}", file="snapshot.json"
             )
 
-    def _forget_outdated(self, number: int) -> None:
-        """Forget notes on a dropped version with that number. Holds `write`."""
-        state = self._state
-        if self._catalogue.is_outdated(number):
-            state.record.repair()
-            undone = state.log.undone.without([number])
-            save_undone(state.where.undone, undone)
-            state.log.undone = undone
-
     def _check_number(self, number: int, *, activate: bool) -> None:
         """Conflict if there are as many versions as allowed. Holds `write`."""
         name, settings, served = self._state.name, self._state.shared.settings, self._live.served.versions
         there = {*self._catalogue.numbers, *self._catalogue.loading} - {number}
-        most = settings.quota_of(name).versions
+        most, order = settings.quota_of(name).versions, self._state.record.document.order
         if most is not None and len(there) >= most:
             raise Conflict(
-                f"model {name!r} has {len(there)} versions, its quota is {most}; drop one first: {sorted(there)}"
+                f"model {name!r} has {len(there)} versions, its quota is {most}; drop one first: "
+                f"{order.first_to_go(there)}"
             )
-        # nothing drops these: only versions older than the active one are dropped
-        waiting = sorted(other for other in there if other > (self._live.active_version or 0) and other not in served)
+        # nothing drops these
+        active = self._live.active_version
+        waiting = sorted(n for n in there if is_waiting(n, active, order) and n not in served)
         most = settings.keep_versions + 1
         if not activate and len(waiting) >= most:
             raise Conflict(
@@ -126,5 +127,7 @@ class Loads:
                 self._opener.scanned.close(number)
                 if not (can_go_on(error) and catalogue.keep_unfinished(number)):
                     files.remove_tree(self._catalogue.where(number).root)
+                    with self._live.write, contextlib.suppress(StorageError):
+                        state.publish(state.record.document.without_load(number))
                 with self._live.write, contextlib.suppress(StorageError):
                     state.record.repair()  # there is room now

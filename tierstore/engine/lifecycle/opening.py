@@ -18,7 +18,7 @@ from tierstore.engine.lifecycle.scans import ScannedVersions
 from tierstore.engine.lifecycle.state import ModelState
 from tierstore.engine.lifecycle.throttle import LEAST_OF_A_SWITCH
 from tierstore.engine.reads.view import View
-from tierstore.engine.serving.undone_record import Undone
+from tierstore.engine.serving.undone import Undone
 from tierstore.engine.versions.info import VersionInfo
 from tierstore.engine.versions.version import Version
 from tierstore.errors import Closed, Conflict, DiskFull, Overloaded, TooLarge

@@ -3,7 +3,7 @@
 The base's sealed files never change after a load, so the new line has hard links to them; only its RocksDB, which
 holds what deltas changed, begins empty. For the thread that holds the switch lock; what serves goes on.
 
-After a crash: the line does not count until `undone.json` names it (`serving/undone_record.py`), and is removed at the
+After a crash: the line does not count until the document names it (`serving/undone.py`), and is removed at the
 next start.
 """
 

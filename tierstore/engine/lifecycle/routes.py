@@ -4,8 +4,7 @@ Any thread; each verb holds the write lock for a moment and waits for no switch.
 version: when another becomes active, or none, the canary is promoted (if it is the one) or withdrawn, in the same
 step.
 
-After a crash: CURRENT names the active version, and `routes.json` (`serving/routing_record.py`) the canary and the
-labels.
+After a crash: the model's document (`serving/document.py`) says what serves.
 """
 
 from __future__ import annotations
@@ -17,9 +16,10 @@ from dataclasses import replace
 from tierstore.engine.lifecycle.rules import no_canary
 from tierstore.engine.lifecycle.state import ModelState
 from tierstore.engine.reads.view import View
+from tierstore.engine.serving.document import RoutingRecord, StateDocument, check_label
+from tierstore.engine.serving.order import REPLACED
 from tierstore.engine.serving.routing import CANARY, STABLE, Routing
-from tierstore.engine.serving.routing_record import RoutingRecord, check_label
-from tierstore.engine.serving.undone_record import Undone, save_undone
+from tierstore.engine.serving.undone import Undone
 from tierstore.engine.versions.info import VersionInfo
 from tierstore.errors import Conflict, NotFound
 
@@ -43,35 +43,59 @@ class Routes:
         awaited: RoutingRecord | None = None,
         undone: Undone | None = None,
         built: Sequence[VersionInfo] = (),
+        *,
+        left: str = REPLACED,
     ) -> None:
         """Serve this routing from now on, and after a restart, together with the canary that is `awaited`.
 
-        In the same step `undone` takes effect, and the lines that were `built` count. Holds `write`. On an error
-        nothing has changed.
+        In the same step `undone` takes effect, and the lines that were `built` count. `left`: why an active version
+        that does not serve any more was left. Holds `write`. On an error nothing has changed.
         """
         state, live = self._state, self._live
         live.check_open()
-        for info in state.catalogue.infos():
-            # before CURRENT, which alone names the active version; after a crash in between, the record holds in any
-            # case
-            if info.number not in served.versions:
-                info.save_dense_accepted()
-        routes = RoutingRecord.for_routing(served, awaited)
-        state.record.write(routes, lambda: self.restart_log(served.active), undone)
+        start = self._new_start(served.active)
+        if start is not None:
+            state.log.prepare_restart(start)
+        state.publish(self._document(RoutingRecord.for_routing(served, awaited), start, undone, built, left))
         try:
-            self._set(served, awaited, undone, built)
-        except BaseException:  # Ctrl-C, no memory: the record must be what serves
-            self._set(served, awaited, undone, built)
+            self._set(served, awaited, start, built)
+        except BaseException:  # Ctrl-C, no memory: what is on record must be what serves
+            self._set(served, awaited, start, built)
             raise
 
+    def _document(
+        self, routes: RoutingRecord, start: int | None, undone: Undone | None, built: Sequence[VersionInfo], left: str
+    ) -> StateDocument:
+        state = self._state
+        document = state.record.document
+        if undone is None:
+            undone = document.undone
+        if start is not None and state.log.unusable is not None:
+            undone = undone.with_last(start)  # later seqs will be given again
+        accepted = dict(document.accepted)
+        for info in state.catalogue.infos():
+            if info.number not in routes.serving and info.dense_accepted_upto > info.watermark:
+                accepted[info.number] = max(info.dense_accepted_upto, accepted.get(info.number, 0))
+        for info in built:
+            accepted.pop(info.number, None)
+        return replace(
+            document,
+            routes=routes,
+            order=document.order.after(document.routes.serving, routes.serving, left),
+            undone=undone,
+            log_start=document.log_start if start is None else start,
+            loads={number: of for number, of in document.loads.items() if number not in routes.serving},
+            accepted=accepted,
+        )
+
     def _set(
-        self, served: Routing, awaited: RoutingRecord | None, undone: Undone | None, built: Sequence[VersionInfo]
+        self, served: Routing, awaited: RoutingRecord | None, start: int | None, built: Sequence[VersionInfo]
     ) -> None:
         """Serve what is on record. May be done twice."""
         state, live = self._state, self._live
-        if undone is not None:
-            state.log.undone = undone
-            state.catalogue.replace(built)
+        if start is not None:
+            state.log.restarted(start)
+        state.catalogue.replace(built)
         if awaited is None and self.problem is not None:
             log.warning("model %s: no longer on record: %s", self._name, self.problem)
             self.problem = None
@@ -82,28 +106,24 @@ class Routes:
                 state.retiring.add(view.open_version)
         live.set(served)
 
-    def restart_log(self, active: View | None) -> None:
-        """Restart the log if the active version's snapshot reaches beyond it, or if nothing says what it held.
+    def _new_start(self, active: View | None) -> int | None:
+        """The seq after which the log begins again, as the active version's snapshot reaches beyond it, or as nothing
+        says what it held; None if it goes on.
 
         In the second case another version must become active: then everything that the log may have held is given up
-        or in that version. Holds `write`.
+        or in that version.
         """
         if active is None:
-            return
+            return None
         deltas, watermark = self._state.log, active.open_version.watermark
         if deltas.unusable is not None:
-            if active.version != self._live.active_version:
-                self._forget_undone_beyond(watermark)
-                deltas.restart(watermark)
-        elif deltas.last is None or watermark > deltas.last:
-            deltas.restart(watermark)
+            return watermark if active.version != self._live.active_version else None
+        return watermark if deltas.last is None or watermark > deltas.last else None
 
-    def _forget_undone_beyond(self, last: int) -> None:
-        """Forget undone seqs after `last`, where the log is to end: they will be given again."""
-        undone = self._state.log.undone.with_last(last)
-        if undone is not self._state.log.undone:
-            save_undone(self._state.where.undone, undone)
-            self._state.log.undone = undone
+    def restart_log(self, active: View | None) -> None:
+        """Begin the log again if the active version needs that. Holds `write`."""
+        if (start := self._new_start(active)) is not None:
+            self._state.log.restart(start)
 
     # --- the canary
 
@@ -123,14 +143,16 @@ class Routes:
             self.publish(replace(served, share=share))
             return True
 
-    def promote(self, number: int) -> bool:
-        """Make the canary the active version. False, with nothing changed, if the canary is not version `number`."""
+    def promote(self, number: int, left: str = REPLACED) -> bool:
+        """Make the canary the active version. False, with nothing changed, if the canary is not version `number`.
+        `left`: why the active one is left.
+        """
         with self._live.write:
             served = self._live.served
             if served.canary is None or served.canary.version != number:
                 return False
             labels = {name: version for name, version in served.labels.items() if version == number}
-            self.publish(Routing(served.canary, labels=labels))
+            self.publish(Routing(served.canary, labels=labels), left=left)
         return True
 
     def withdraw(self) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
 
+from tierstore.engine.serving.order import ServingOrder
 from tierstore.errors import Conflict
 
 
@@ -23,14 +24,17 @@ def check_active(model: str, active: int | None, expected: int | None, there: Se
     return active
 
 
-def newest_before(model: str, active: int, there: Sequence[int]) -> int:
-    """The version that a rollback goes to, out of `there`, ascending."""
-    if not (older := [number for number in there if number < active]):
+def served_last(model: str, active: int, there: Sequence[int], order: ServingOrder) -> int:
+    """The version that a rollback from the active one goes to, out of `there`: the one that served last."""
+    before = order.without([active]).last_of(there)
+    if before is None:
+        rejected = {number: order.why(number) for number in order.rejected if number in there}
+        others = ", ".join(f"{n} ({rejected.get(n, 'never active')})" for n in there if n != active) or "none"
         raise Conflict(
-            f"model {model!r} has no version older than {active}, which serves, to roll back to; a load that failed "
-            "changed nothing"
+            f"model {model!r} has no version that served before {active} to roll back to; others that are kept: "
+            f"{others}, which can be activated by number. A load that failed changed nothing"
         )
-    return older[-1]
+    return before
 
 
 def check_canary(model: str, number: int, active: int | None, canary: int | None) -> None:
@@ -59,9 +63,28 @@ def check_unused(model: str, number: int, active: Container[int | None], canary:
         raise Conflict(f"version {number} of {model!r} is the canary; withdraw it first")
 
 
-def surplus_of(there: Iterable[int], active: int | None, used: Container[int | None], keep: int) -> list[int]:
-    """The versions, ascending, beyond the `keep` newest of those older than the active one; `used` versions do not
-    count.
+def is_waiting(number: int, active: int | None, order: ServingOrder) -> bool:
+    """Whether a version that does not serve is to serve one day: it is newer than the active one and never served."""
+    return number > (active or 0) and number not in order
+
+
+def surplus_of(
+    there: Iterable[int], active: int | None, used: Container[int | None], keep: int, order: ServingOrder
+) -> list[int]:
+    """The versions beyond the `keep` that served last, in the order in which they go: rejected ones, those that never
+    served, then those that served longest ago.
+
+    `used` versions and those that wait do not count. A version that was left last, rejected, and newer than the active
+    one stays until another one serves: somebody may want to look into it.
     """
-    older = sorted(number for number in there if active is not None and number < active and number not in used)
-    return older[: max(0, len(older) - keep)]
+    if active is None:
+        return []
+    others = [
+        number
+        for number in sorted(there)
+        if number != active and number not in used and not is_waiting(number, active, order)
+    ]
+    never = [number for number in others if number not in order]
+    going = [*(n for n in order.rejected if n in others), *never, *(n for n in order.served if n in others)]
+    last = [number for number, _ in order.left[-1:] if number > active and number in order.rejected]
+    return [number for number in going[: max(0, len(going) - keep)] if number not in last]

@@ -8,7 +8,7 @@ withdraw) wait for none of that.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tierstore.access.audit import Audit
@@ -28,10 +28,11 @@ from tierstore.engine.lifecycle.sampler import CacheSampler
 from tierstore.engine.lifecycle.throttle import LookupTimes, Throttle
 from tierstore.engine.lifecycle.warm import Warmer
 from tierstore.engine.placement import Placement
-from tierstore.engine.serving.current_record import CurrentRecord
+from tierstore.engine.serving.document import StateDocument
 from tierstore.engine.serving.epochs import Epochs
 from tierstore.engine.serving.live import LiveViews
 from tierstore.engine.serving.publisher import Publisher
+from tierstore.engine.serving.record import StateRecord
 from tierstore.formats.names import ModelDirectory
 from tierstore.machine import processors
 from tierstore.predict.runtime import Runtime
@@ -107,16 +108,23 @@ class ModelState:
 
     def __init__(self, name: str, where: ModelDirectory, shared: Shared) -> None:
         self.name, self.where, self.shared = name, where, shared
-        self.log, self.record = DeltaLog(where), CurrentRecord(where)
+        self.record = StateRecord(where, name, durable=shared.placement.refusals.allow("keep_state"))
+        self.log = DeltaLog(where, self.record)
         self.live = LiveViews(name, shared.overlay_budget, shared.epochs)
         register_requests(self.live.publisher)
         self.switch = SwitchLock()
         keep_loads = shared.settings.load_retention_s > 0
-        self.catalogue = Catalogue(name, where, self.live, self.log, keep_loads=keep_loads, copied=shared.copied)
+        self.catalogue = Catalogue(
+            name, where, self.live, self.log, self.record, keep_loads=keep_loads, copied=shared.copied
+        )
         self.dense = DenseParts(name, shared.dense, self.catalogue.get, lambda: self.live.current)
         quota = shared.settings.quota_of(name)
         self.room = DiskRoom(where, quota.log_bytes, shared.settings.disk_reserve)
         self.retiring = RetiringVersions(self.live.publisher)
+
+    def publish(self, document: StateDocument) -> None:
+        """Publish the model's document, with the versions that are there. Holds `write`. StorageError."""
+        self.record.publish(replace(document, versions=tuple(self.catalogue.numbers)))
 
 
 def ignore(progress: Progress) -> None:

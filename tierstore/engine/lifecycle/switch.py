@@ -2,7 +2,7 @@
 
 Each holds the switch lock; deltas and look-ups go on meanwhile. Any thread may call. A failed switch changes nothing.
 
-After a crash: CURRENT names the active version; see `routes.py`.
+After a crash: see `routes.py`.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from dataclasses import replace
 from tierstore.engine.lifecycle.opening import Opener
 from tierstore.engine.lifecycle.rebuild import Rebuilder
 from tierstore.engine.lifecycle.routes import Routes
-from tierstore.engine.lifecycle.rules import check_active, check_canary, check_expected, newest_before
+from tierstore.engine.lifecycle.rules import check_active, check_canary, check_expected, served_last
 from tierstore.engine.lifecycle.state import ModelState, ignore
-from tierstore.engine.lifecycle.unfinished import finish_load
+from tierstore.engine.serving.order import DEACTIVATED, REPLACED, ROLLBACK
 from tierstore.engine.serving.routing import Routing
-from tierstore.engine.serving.undone_record import Rollbacks, Undone
+from tierstore.engine.serving.undone import Rollbacks, Undone
 from tierstore.engine.versions.info import VersionInfo
 from tierstore.errors import Conflict
 from tierstore.formats.names import MAX_ORDINAL
@@ -43,14 +43,20 @@ class Switcher:
         version is active.
         """
         with self._state.switch:
-            info = self._catalogue.info(number)
             old = self._live.active_version
-            if number == old:
-                return
-            check_expected(self._name, expected_active, old)
-            if not self._routes.promote(number):
-                self._state.retiring.await_closed(self._name, number)  # not before: a canary may be withdrawn meanwhile
-                self._serve(info, force=force, progress=progress)
+            if number != old:
+                check_expected(self._name, expected_active, old)
+            self._switch(number, force=force, left=REPLACED, progress=progress)
+
+    def _switch(self, number: int, *, force: bool, left: str, progress: ProgressFn) -> None:
+        """Switch to a version; `left`: why the active one is left. Holds the switch lock."""
+        info = self._catalogue.info(number)
+        old = self._live.active_version
+        if number == old:
+            return
+        if not self._routes.promote(number, left):
+            self._state.retiring.await_closed(self._name, number)  # not before: a canary may be withdrawn meanwhile
+            self._serve(info, force=force, left=left, progress=progress)
         self._report(old, number)
 
     def promote(self) -> int:
@@ -65,14 +71,16 @@ class Switcher:
     def rollback(
         self, *, force: bool = False, expected_active: int | None = None, progress: ProgressFn = ignore
     ) -> int:
-        """Go back to the newest kept version older than the active one. Returns its number.
+        """Go back to the version that served last. Returns its number. The one that is left is then no target of a
+        rollback, and goes first, until it is activated by number.
 
         The canary as for `activate`. Conflict if `expected_active` is given and another version is active.
         """
         with self._state.switch:
-            older = newest_before(self._name, self._check_active(expected_active), self._catalogue.numbers)
-            self.activate(older, force=force, progress=progress)
-            return older
+            active, order = self._check_active(expected_active), self._state.record.document.order
+            before = served_last(self._name, active, self._catalogue.numbers, order)
+            self._switch(before, force=force, left=ROLLBACK, progress=progress)
+            return before
 
     def rollback_to(self, seq: int, *, expected_active: int | None = None, progress: ProgressFn = ignore) -> int:
         """Bring the active version back to its state right after delta `seq` was applied. Returns its number.
@@ -158,7 +166,7 @@ class Switcher:
         """Stop serving, also the canary; the versions are kept."""
         with self._state.switch, self._live.write:
             old = self._live.active_version
-            self._routes.publish(Routing())
+            self._routes.publish(Routing(), left=DEACTIVATED)
         if old is not None:
             self._report(old, None)
 
@@ -203,7 +211,7 @@ class Switcher:
             routing = replace(served, canary=view, share=share, labels={**labels, **served.labels})
             self._publish(routing, info, line)
 
-    def _serve(self, info: VersionInfo, *, force: bool, progress: ProgressFn) -> None:
+    def _serve(self, info: VersionInfo, *, force: bool, left: str, progress: ProgressFn) -> None:
         replaced = [view.open_version for view in self._live.served.views]
         with (
             self._current_line(info, force=force) as line,
@@ -211,7 +219,7 @@ class Switcher:
             self._live.write,
             self._opener.last_view(version, force=force, start=False) as view,
         ):
-            self._publish(Routing(view), info, line)
+            self._publish(Routing(view), info, line, left)
             self._live.start_problem = None
 
     @contextlib.contextmanager
@@ -234,14 +242,14 @@ class Switcher:
         with self._rebuilder.built(info) as line:
             yield line
 
-    def _publish(self, served: Routing, info: VersionInfo, line: VersionInfo) -> None:
+    def _publish(self, served: Routing, info: VersionInfo, line: VersionInfo, left: str = REPLACED) -> None:
         """Publish a routing in which `line` of the version `info` is new. Holds `write`."""
         if line is info:
-            self._routes.publish(served)
+            self._routes.publish(served, left=left)
             return
         undone = self._state.log.undone
         undone = undone.with_line(info.number, undone.line(info.number) + 1)
-        self._routes.publish(served, undone=undone, built=[line])
+        self._routes.publish(served, undone=undone, built=[line], left=left)
 
     def follow(self, number: int, ready: Callable[[], float | None], *, start: bool, progress: ProgressFn) -> None:
         """Serve a version as the cluster's pointer says: it is warmed, `ready` waits for its moment, then it is
@@ -279,7 +287,5 @@ class Switcher:
             self._routes.set_share(number, share)
 
     def _report(self, old: int | None, new: int | None) -> None:
-        if new is not None:
-            finish_load(self._catalogue.where(new))
         for observer in self._state.shared.observers:
             observer.version_switched(self._name, old, new)

@@ -5,14 +5,12 @@ Their directories have a journal and no record. The catalogue lists them.
 
 from __future__ import annotations
 
-import contextlib
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 from tierstore.errors import StorageError
 from tierstore.formats import files
-from tierstore.formats.names import BUILD, LOADING, VersionDirectory
+from tierstore.formats.names import BUILD, VersionDirectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,25 +37,14 @@ def find_unfinished(where: VersionDirectory) -> Unfinished | None:
     return Unfinished(where, files.tree_bytes(where.root), since_s)
 
 
-def clear_for(where: VersionDirectory, identity: str) -> None:
-    """Prepare a version's directory for a load of the snapshot `identity`: leftovers of such a load stay.
-    StorageError.
+def clear_for(where: VersionDirectory) -> None:
+    """Prepare a version's directory for a load. What one that was broken off has built stays: its journal says whether
+    it is of the same snapshot. StorageError.
     """
-    if files.read_bytes(where.loading) == identity.encode() and not files.exists(where.record):
-        for path in _others(where.root):
-            files.remove_leftover(path)
+    if where.root.is_dir() and not files.exists(where.record):
+        for path in where.root.iterdir():
+            if path.name != BUILD:
+                files.remove_leftover(path)
     else:
         files.remove_tree(where.root)
     files.make_dir(where.root)
-    files.publish_bytes(where.loading, identity.encode())
-
-
-def finish_load(where: VersionDirectory) -> None:
-    """Remove the leftovers, once the version was loaded or switched to."""
-    if where.loading.exists():
-        with contextlib.suppress(StorageError):
-            files.remove_file(where.loading)
-
-
-def _others(root: Path) -> list[Path]:
-    return [path for path in root.iterdir() if path.name not in (BUILD, LOADING)]

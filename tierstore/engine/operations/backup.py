@@ -150,7 +150,7 @@ def _version(info: VersionInfo, disk: DiskTier, to: Path) -> None:
 
 
 def _records(where: ModelDirectory) -> list[Path]:
-    return [where.current, where.routes, where.undone, where.log_base]
+    return [where.state]
 
 
 def _link_log(entries: DeltaLog, where: ModelDirectory, to: ModelDirectory) -> None:

@@ -17,7 +17,7 @@ from tierstore.engine.data.disk_room import check_free
 from tierstore.engine.deltas.incoming import IncomingDelta
 from tierstore.engine.model import Model
 from tierstore.engine.operations.restore import fetch_files
-from tierstore.engine.serving.undone_record import Rollbacks
+from tierstore.engine.serving.undone import Rollbacks
 from tierstore.errors import Closed, Corruption, RemoteUnavailable, StorageError
 from tierstore.formats import files
 from tierstore.formats.backups import Backup, BackupFile, content_of

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from tierstore.access.audit import Audit
 from tierstore.engine.events.changes import requester
+from tierstore.engine.lifecycle import directory_format, earlier_form
 from tierstore.engine.lifecycle.directory_lock import lock, unlock
 from tierstore.engine.lifecycle.state import ignore
 from tierstore.engine.operations import export
@@ -20,7 +21,7 @@ from tierstore.engine.operations.backup import SCRATCH
 from tierstore.errors import Conflict, Corruption, NotFound
 from tierstore.formats import files
 from tierstore.formats.backups import Backup, BackupFile, Backups
-from tierstore.formats.names import TRASH, DataDirectory
+from tierstore.formats.names import TRASH, DataDirectory, ModelDirectory
 from tierstore.formats.uploads import scratch_directory
 from tierstore.types import BackupReport, Progress, ProgressFn
 
@@ -41,6 +42,8 @@ def restore(
     """
     root = DataDirectory(Path(data).absolute())
     with _own(root):
+        if files.exists(root.format):
+            directory_format.check(root)  # or an earlier release could open what is restored
         for path in leftovers_of(root.root):
             files.remove_leftover(path)
         backups = Backups(source)
@@ -58,6 +61,8 @@ def restore(
             total, done = sum(file.bytes for each in found.values() for file in each.files), 0
             for model, backup in found.items():
                 done = fetch_files(backups, backup, scratch / model, done, total, progress or ignore)
+            for model in wanted:
+                earlier_form.convert(ModelDirectory(scratch / model), model)  # of a backup of an earlier release
             for model in wanted:
                 files.rename(scratch / model, root.model(model).root)
     audit = Audit(root.root)

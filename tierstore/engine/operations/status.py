@@ -59,6 +59,8 @@ def _document(model: Model, served: Routing) -> dict[str, Any]:
         "log": model.state.log.status(),
         "undone": [list(each) for each in model.state.log.undone.ranges],
         "versions": _versions(model, served),
+        "rollback_to": None if view is None else model.state.record.document.order.last_of(model.versions),
+        "to_drop": model.drops.once_active(),
         "damaged": {str(number): why for number, why in sorted(model.catalogue.damaged.copy().items())},
         "unfinished": {
             str(number): {"bytes": load.bytes, "age_s": round(load.age_s)}
@@ -144,7 +146,7 @@ def _passed_over(info: VersionInfo, view: View | None) -> Mapping[str, str]:
 
 def _versions(model: Model, served: Routing) -> list[dict[str, Any]]:
     entries = []
-    labels = served.all_labels()
+    labels, order = served.all_labels(), model.state.record.document.order
     for info in model.catalogue.infos():
         heads = _heads(model, info, served.numbered(info.number))
         view = served.numbered(info.number)
@@ -159,6 +161,7 @@ def _versions(model: Model, served: Routing) -> list[dict[str, Any]]:
                 "state": state,
                 "share": _share(served, view),
                 "labels": [name for name, number in labels.items() if number == info.number],
+                "left": order.why(info.number),
                 "watermark": info.watermark if view is None else view.seq,
                 "delta_seq": info.manifest.delta_seq,
                 "partitions": _partitions(info),

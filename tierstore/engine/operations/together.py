@@ -8,11 +8,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from tierstore.engine.lifecycle import earlier_form
 from tierstore.engine.lifecycle.state import Shared
 from tierstore.engine.model import Model
 from tierstore.errors import Closed, Conflict, StorageError
 from tierstore.formats import files
-from tierstore.formats.names import DataDirectory
+from tierstore.formats.names import DataDirectory, ModelDirectory
 
 
 class Models:
@@ -57,6 +58,7 @@ class Models:
         with self._lock:
             if self.closed or name in self._models or files.exists(self.root.model(name).root):
                 raise Conflict(f"model {name!r} is here already, and is not copied over it")
+            earlier_form.convert(ModelDirectory(directory), name)  # of a peer of an earlier release
             files.rename(directory, self.root.model(name).root)
             model = Model(name, self.root.model(name), self._shared)
             try:

@@ -139,9 +139,10 @@ def _check_log(model: Model) -> tuple[int, list[str]]:
     """(entries read, faults) of the log, and of the records that the next start reads."""
     log, record = model.state.log, model.state.record
     problems, count = [f"{model.name}: {why}" for why in log.damage], 0
-    for check in (record.current, record.routes, record.undone, log.check):
+    for check in (record.check, log.check):
         try:
-            check()
+            with model.state.live.write:
+                check()
         except TierstoreError as error:
             problems.append(f"{model.name}: {error}")
     for seq in log.held():

@@ -80,6 +80,7 @@ TABLE: Mapping[Act, Mapping[Name, Refusal]] = {
     "catch_up": _of_others("the node with the lease, or each node upstream,"),
     "drop_surplus": _of_others("the node with the lease, or each node upstream,"),
     "check_files": _of_others("who has the files"),
+    "keep_state": _of_others("who has the rows"),
 }  # fmt: skip
 
 

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -136,18 +135,6 @@ def _check_table(table: Mapping[str, Any], spec: TableSpec) -> None:
     CollidingKeys((str(text), int(code)) for text, code in table.get("colliding", ()))
 
 
-def _read_dense_accepted(path: Path) -> int:
-    """The seq in a file, or 0: then dense parts are checked once more, so a bad file is no reason not to serve."""
-    try:
-        text = files.read_number(path)
-    except Corruption as error:
-        log.warning("%s is passed over: %s", path, error)
-        return 0
-    if text is not None and not text.isdigit():
-        log.warning("%s is passed over: expected a seq, got %r", path, text[:40])
-    return int(text) if text is not None and text.isdigit() else 0
-
-
 def _numbers_by_table(disk: Records, record: str) -> dict[str, int]:
     """The numbers in `EXPIRED` or `EXPIRED_BEFORE`, by table.
 
@@ -165,7 +152,9 @@ class VersionInfo:
     `number`, `specs` and `features` are constant; the watermark and what depends on it change.
     """
 
-    def __init__(self, where: VersionDirectory, record: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, where: VersionDirectory, dense_accepted_upto: int = 0, record: dict[str, Any] | None = None
+    ) -> None:
         """`record`: the content of `version.json` where that is not published yet."""
         record = files.read_json(where.record) if record is None else record
         formats = *RECORD_FORMATS, _IN_PARTITIONS
@@ -206,7 +195,7 @@ class VersionInfo:
         self.problem: str | None = None  # why it could not be opened when that was tried last
         self.passed_over: dict[str, str] = {}  # by head the newest that a delta brought and that does not fit
         # dense parts of deltas above the watermark and up to this one were accepted by the version while it served
-        self.dense_accepted_upto = self._dense_accepted_saved = _read_dense_accepted(where.accepted)
+        self.dense_accepted_upto = dense_accepted_upto
         self._counting = threading.Lock()
         # guarded by _counting; the counts are replaced as a whole, so that readers need no lock
         self.counts = {name: RowCount(int(table["rows"]), exact=True) for name, table in self.tables.items()}
@@ -333,10 +322,3 @@ class VersionInfo:
             )
             for name, spec in self.specs.items()
         ]
-
-    def save_dense_accepted(self) -> None:
-        """Save `dense_accepted` for the next start, for a version that will serve no more; mostly nothing to do."""
-        upto = self.dense_accepted_upto
-        if upto > max(self.watermark, self._dense_accepted_saved):
-            files.publish_bytes(self.where.accepted, files.checked_number(upto))
-            self._dense_accepted_saved = upto

@@ -61,7 +61,7 @@ class ActivateRequest(Strict):
 
 
 class RollbackRequest(Strict):
-    """Serve the newest kept version that is older than the active one.
+    """Serve the version that served last.
 
     Sent again without `expected_active` it goes back twice.
 
@@ -306,7 +306,7 @@ def _add_models(app: FastAPI, service: Service) -> None:
 
     @app.post("/admin/models/{model}/rollback", tags=["models"])
     async def rollback(model: ModelName, request: Annotated[RollbackRequest | None, Body()] = None) -> ActiveVersion:
-        """Serve the newest kept version that is older than the active one, or undo the deltas above `to_seq`."""
+        """Serve the version that served last, or undo the deltas above `to_seq`."""
         options = {} if request is None else request.model_dump()
         return await switch(model, lambda: store.rollback(model, **options))
 

@@ -22,7 +22,7 @@ from tierstore.config import Settings
 from tierstore.engine.events.changes import REQUESTER
 from tierstore.engine.model import Model
 from tierstore.engine.operations.from_peers import copies_of, copy_model, follow_delta, follow_undone
-from tierstore.engine.serving.undone_record import Rollbacks, Undone
+from tierstore.engine.serving.undone import Rollbacks, Undone
 from tierstore.engine.store import Store
 from tierstore.errors import Conflict, RemoteUnavailable, TierstoreError
 from tierstore.formats import files

@@ -49,6 +49,20 @@ def test_a_model_is_loaded_served_changed_and_there_after_a_restart(open_node: O
     assert again.status()["models"]["ctr"]["watermark"] == 1
 
 
+def test_what_served_last_is_kept_and_served_by_a_rollback_of_any_node(open_node: OpenNode, tmp_path: Path) -> None:
+    store = open_node(keep_versions=1)
+    for version in (20, 21):
+        store.load_snapshot(scenes.write_snapshot(tmp_path, version, stamp=version % 16))
+    assert store.rollback("ctr") == 20
+    store.load_snapshot(scenes.write_snapshot(tmp_path, 22, stamp=6))
+    scenes.eventually(lambda: store.model("ctr").versions == [20, 22], "what was rejected goes", 60)
+    store.close()
+    again = open_node("b", keep_versions=1)
+    assert again.status()["models"]["ctr"]["rollback_to"] == 20
+    assert again.rollback("ctr") == 20
+    check(again, "item", range(10), 4)
+
+
 def test_a_node_decodes_a_delta_once(open_node: OpenNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It checks the delta, serves it and brings it into the rows of the cluster."""
     decoded: list[int] = []

@@ -271,7 +271,8 @@ class Ingester:
     def _mark_surplus(self, records: Mapping[int, dict[str, Any]], pointer: Pointer) -> None:
         """Mark versions beyond the number to keep, and loads that nobody goes on with, to be dropped."""
         ready = [number for number, record in records.items() if record["state"] == READY]
-        surplus = surplus_of(ready, pointer.current, {pointer.canary, pointer.wanted}, self._settings.keep_versions)
+        used, order = {pointer.canary, pointer.wanted}, pointer.order_of(ready)
+        surplus = surplus_of(ready, pointer.current, used, self._settings.keep_versions, order)
         for number, record in records.items():
             is_old = record["state"] == LOADING and time.time() - record["since_s"] > self._settings.load_retention_s
             if is_old and self._shared.claim_load(number, self._node, CLAIM_S):

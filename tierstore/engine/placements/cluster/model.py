@@ -5,6 +5,7 @@ Any thread may call. An acknowledged change is in the cluster, and this node ser
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
@@ -20,8 +21,8 @@ from tierstore.engine.lifecycle.rules import (
     check_expected,
     check_unused,
     is_active,
-    newest_before,
     no_canary,
+    served_last,
 )
 from tierstore.engine.model import Model
 from tierstore.engine.placement import ModelPlacement, Refusals
@@ -30,6 +31,7 @@ from tierstore.engine.placements.cluster.shared_model import Commands, Recoverin
 from tierstore.engine.placements.cluster.target import READY, ClusterTarget, Writers
 from tierstore.engine.placements.following.followed import Forked, Pointer
 from tierstore.engine.placements.following.follower import Follower
+from tierstore.engine.serving.order import REPLACED, ROLLBACK, WITHDRAWN, ServingOrder
 from tierstore.engine.serving.routing import Routing
 from tierstore.errors import Conflict, DeltaError, NotReady, Overloaded, SequenceGap, StorageError, TooLarge
 from tierstore.formats.delta.reader import Delta, DeltaHead
@@ -186,13 +188,18 @@ class ClusterModel:
         self, number: int, *, force: bool = False, expected_active: int | None = None, progress: ProgressFn
     ) -> None:
         """Have every node make a version ready, then move the pointer. Conflict if a node cannot."""
+        self._switch(number, force=force, expected_active=expected_active, left=REPLACED, progress=progress)
+
+    def _switch(
+        self, number: int, *, force: bool, expected_active: int | None, left: str, progress: ProgressFn
+    ) -> None:
         with self._switching:
             self._check_ready(number, force=force)
             pointer = self._announce(number, expected_active)
             if pointer is not None:
                 try:
                     self._await_nodes(number, pointer.generation, progress)
-                    self._move(number)
+                    self._change(lambda pointer: self._moved(pointer, number, left))
                 except BaseException:
                     self._withdraw(number)
                     raise
@@ -260,17 +267,21 @@ class ClusterModel:
                 raise Conflict(f"the switch to version {number} of {self.model.name!r} was withdrawn")
             time.sleep(0.02)
 
-    def _move(self, number: int) -> None:
-        """Move the pointer: from here on the version is current for every node, and no other is the canary."""
-        self._change(lambda pointer: self._moved(pointer, number))
-
-    def _moved(self, pointer: Pointer, number: int) -> dict[str, float | None]:
+    def _moved(self, pointer: Pointer, number: int, left: str) -> dict[str, float | str | None]:
+        """The changes of the pointer from which on a version is current for every node, and no other is the canary."""
         seq = max(self.model.catalogue.info(number).manifest.delta_seq, pointer.seq or 0)
+        order = self._order(pointer).after((pointer.current, pointer.canary), (number, None), left)
         return {
-            "current": number, "previous": pointer.current, "wanted": None, "canary": None, "share": None, "seq": seq,
+            "current": number, "wanted": None, "canary": None, "share": None, "seq": seq, "left": _text(order),
         }  # fmt: skip
 
-    def _change(self, changes: Callable[[Pointer], dict[str, float | None]]) -> None:
+    def _order(self, pointer: Pointer) -> ServingOrder:
+        """The order in which versions served, without those that are gone."""
+        there = [number for number, record in self.shared.versions().items() if record["state"] == READY]
+        order = pointer.order_of(there)
+        return order.without({number for number, _ in order.left} - {*there})
+
+    def _change(self, changes: Callable[[Pointer], dict[str, float | str | None]]) -> None:
         """Change the pointer, given its state at that moment."""
         for _ in range(_TRIES):
             pointer = self.shared.pointer()
@@ -286,12 +297,13 @@ class ClusterModel:
                 return
 
     def rollback(self, *, force: bool, expected_active: int | None, progress: ProgressFn) -> int:
-        """Go back to the newest version older than the current one. Returns it. Errors as `Store.rollback`."""
+        """Go back to the version that served last. Returns it. Errors as `Store.rollback`."""
         there = [number for number, record in self.shared.versions().items() if record["state"] == READY]
-        current = check_active(self.model.name, self.shared.pointer().current, expected_active, there)
-        older = newest_before(self.model.name, current, there)
-        self.activate(older, force=force, progress=progress)
-        return older
+        pointer = self.shared.pointer()
+        current = check_active(self.model.name, pointer.current, expected_active, there)
+        before = served_last(self.model.name, current, there, pointer.order_of(there))
+        self._switch(before, force=force, expected_active=current, left=ROLLBACK, progress=progress)
+        return before
 
     def drop(self, number: int) -> None:
         """Remove a version from the cluster, slowly. Conflict for one that is current or wanted."""
@@ -336,7 +348,7 @@ class ClusterModel:
             number = self.shared.pointer().canary
             if number is None:
                 self._no_canary()
-            self._change(lambda p: self._moved(p, number) if p.canary == number else self._no_canary())
+            self._change(lambda p: self._moved(p, number, REPLACED) if p.canary == number else self._no_canary())
             self._await_this(lambda served: served.versions == (number,), f"version {number} is current")
             return number
 
@@ -345,11 +357,20 @@ class ClusterModel:
         number = self.shared.pointer().canary
         if number is None:
             self._no_canary()
-        self._change(lambda p: {"canary": None, "share": None} if p.canary == number else self._no_canary())
+        self._change(lambda p: self._withdrawn(p) if p.canary == number else self._no_canary())
         self._await_this(
             lambda served: number not in served.versions[1:], f"version {number} is not the canary any more"
         )
         return number
+
+    def _withdrawn(self, pointer: Pointer) -> dict[str, float | str | None]:
+        order = self._order(pointer).after((pointer.current, pointer.canary), (pointer.current, None), WITHDRAWN)
+        return {"canary": None, "share": None, "left": _text(order)}
+
+    def _rollback_to(self, pointer: Pointer) -> int | None:
+        """What a rollback would go to, of the versions that this node knows."""
+        there = self.model.versions
+        return None if pointer.current is None else pointer.order_of(there).last_of(there)
 
     def _no_canary(self) -> NoReturn:
         raise no_canary(self.model.name)
@@ -366,7 +387,13 @@ class ClusterModel:
             "canary": pointer.canary,
             "share": pointer.share,
             "seq": pointer.seq,
+            "rollback_to": self._rollback_to(pointer),
             "watermarks": {str(number): mark for number, mark in sorted(pointer.marks.items())},
             "ingester": self.ingester.epoch is not None,
             "epoch": self.ingester.epoch,
         }
+
+
+def _text(order: ServingOrder) -> str:
+    """An order as a field of the pointer."""
+    return json.dumps(order.document())

@@ -16,6 +16,7 @@ import xxhash
 from tierstore.engine.placements.cluster import scripts
 from tierstore.engine.placements.following.followed import Forked, LogEntry, Pointer
 from tierstore.engine.placements.following.version_copies import READY
+from tierstore.engine.serving.order import ServingOrder
 from tierstore.errors import Conflict, NotFound, NotReady, Overloaded, SequenceGap
 from tierstore.tiers.answers import reading
 
@@ -71,12 +72,13 @@ class SharedModel:
         if not 0 <= share <= 1:
             raise ValueError(f"expected a share of 0 to 1, got {share}")
         return Pointer(
-            number("generation") or 0, number("current"), number("previous"), number("wanted"), number("seq"), marks,
+            number("generation") or 0, number("current"), number("wanted"), number("seq"), marks,
             canary=number("canary"), share=share, digest=_digest_of(fields),
             server=fields.get("server", b"").decode(), recovering=fields.get("recovering", b"").decode() or None,
+            order=ServingOrder.parse(json.loads(fields["left"])) if fields.get("left") else None,
         )  # fmt: skip
 
-    def change(self, before: Pointer, **changes: float | None) -> bool:
+    def change(self, before: Pointer, **changes: float | str | None) -> bool:
         """Set fields of the pointer, if nothing but marks has changed since `before`; False otherwise."""
         words = [word for name, value in changes.items() for word in (name, "" if value is None else value)]
         seq = "" if before.seq is None else before.seq

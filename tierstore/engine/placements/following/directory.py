@@ -28,8 +28,7 @@ def clear(where: ModelDirectory) -> None:
     """Remove what an earlier process has followed: the other machines report it again. Hot keys stay."""
     if not where.root.is_dir():
         return
-    for path in (where.current, where.routes, where.undone, where.log_end):
-        files.remove_file(path)
+    files.remove_file(where.log_end)
     files.remove_tree(where.log)
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from tierstore.engine.serving.order import ServingOrder
 from tierstore.errors import Conflict
 
 
@@ -13,17 +14,16 @@ from tierstore.errors import Conflict
 class Pointer:
     """The state of a model at one moment. `generation` changes with every field but `seq` and `marks`.
 
-    `current` is the version that serves, `previous` the one before it, `canary` one that gets `share` (0 to 1) of the
-    requests, `wanted` one that all nodes should make ready. `seq` is the newest delta of the log. `marks`: by version,
-    the seq that all of its rows have reached. `line` is of the current version: it changes if its rows are replaced
-    without a delta. `digest` is that of the delta `seq`, None if unknown. `server` changes if another server has the
-    pointer, which may lack acknowledged deltas; the model is `recovering` then until all nodes have put back what they
-    have.
+    `current` is the version that serves, `order` that in which others served before it (None: it is not known),
+    `canary` one that gets `share` (0 to 1) of the requests, `wanted` one that all nodes should make ready. `seq` is the
+    newest delta of the log. `marks`: by version, the seq that all of its rows have reached. `line` is of the current
+    version: it changes if its rows are replaced without a delta. `digest` is that of the delta `seq`, None if unknown.
+    `server` changes if another server has the pointer, which may lack acknowledged deltas; the model is `recovering`
+    then until all nodes have put back what they have.
     """
 
     generation: int = 0
     current: int | None = None
-    previous: int | None = None
     wanted: int | None = None
     seq: int | None = None
     marks: Mapping[int, int] = field(default_factory=dict)
@@ -33,6 +33,11 @@ class Pointer:
     digest: str | None = None
     server: str = ""
     recovering: str | None = None
+    order: ServingOrder | None = None
+
+    def order_of(self, versions: Iterable[int]) -> ServingOrder:
+        """The order in which versions served, out of `versions` by their number where it is not known."""
+        return ServingOrder.by_number(versions, self.current) if self.order is None else self.order
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,7 +95,8 @@ class FollowedModels(Generic[M]):
         """The status document of the store with `status`, and that of each model, under `key`."""
         for name, of_model in document["models"].items():
             if (member := self.by_name.get(name)) is not None:
-                of_model[key] = member.status()
+                of_model[key] = status_of = member.status()
+                of_model["rollback_to"] = status_of.get("rollback_to")
         return document | {key: status, "ssd_cache": self.ssd_cache and self.ssd_cache.status()}
 
     def close(

@@ -1,1 +1,1 @@
-"""Rows on this machine: files of its disk, the pointer CURRENT, a log of its own."""
+"""Rows on this machine: files of its disk, a document that says which version serves, a log of its own."""

@@ -27,7 +27,7 @@ BLOCK_CACHE_BYTES = 32 << 20  # of RocksDB's block cache for each open version: 
 
 
 class LocalPlacement:
-    """The `Placement` whose pointers are CURRENT and whose logs are this machine's own."""
+    """The `Placement` whose pointers are the documents of models and whose logs are this machine's own."""
 
     refusals = Refusals({})
     unheard = None

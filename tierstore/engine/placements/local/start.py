@@ -1,4 +1,4 @@
-"""The start of a model: open what CURRENT and the routes name, replay the log onto it, and serve.
+"""The start of a model: open what its document has serve, replay the log onto it, and serve.
 
 On the thread that opens the store. It is warmed once it serves (`warm.py`). A version that cannot be opened is
 reported by `problem`, and the model waits for another; the other models serve in any case.
@@ -6,16 +6,14 @@ reported by `problem`, and the model waits for another; the other models serve i
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from dataclasses import replace
 
 from tierstore.engine.lifecycle.copied import check_version, mark_outdated
 from tierstore.engine.lifecycle.state import ignore
 from tierstore.engine.model import Model
+from tierstore.engine.serving.document import RoutingRecord
 from tierstore.engine.serving.routing import Routing
-from tierstore.engine.serving.routing_record import RoutingRecord
-from tierstore.engine.serving.undone_record import save_undone
 from tierstore.engine.versions.info import VersionInfo
 from tierstore.errors import Corruption, TierstoreError
 
@@ -34,23 +32,17 @@ class Starter:
     @property
     def host_need_bytes(self) -> int:
         """Memory of the host tier that the version to be served could use."""
-        with contextlib.suppress(TierstoreError):
-            current = self._state.record.current()
-            info = None if current is None else self._state.catalogue.get(current)
-            if info is not None:
-                return sum(info.host_needs())
-        return 0
+        active = self._state.record.document.routes.active
+        info = None if active is None else self._state.catalogue.get(active)
+        return 0 if info is None else sum(info.host_needs())
 
     @property
     def files(self) -> int:
         """The number of row files of the versions to be served, which are open while they are read."""
-        with contextlib.suppress(TierstoreError):
-            current = self._state.record.current()
-            served = [] if current is None else [current, self._state.record.routes().for_active(current).canary]
-            infos = [self._state.catalogue.get(number) for number in served if number is not None]
-            every = (path for info in infos if info is not None for path in info.where.db.rglob("*"))
-            return sum(path.suffix in _OF_ROWS for path in every)
-        return 0
+        served = self._state.record.document.routes.serving
+        infos = [self._state.catalogue.get(number) for number in served if number is not None]
+        every = (path for info in infos if info is not None for path in info.where.db.rglob("*"))
+        return sum(path.suffix in _OF_ROWS for path in every)
 
     def start(self) -> None:
         """Serve what the last process served, and begin housekeeping. A failure becomes the model's problem."""
@@ -68,7 +60,7 @@ class Starter:
 
     def _serve_again(self) -> None:
         state, copied = self._state, self._state.shared.copied
-        current, undone = state.record.current(), state.log.undone
+        current = state.record.document.routes.active
         for info in state.catalogue.infos():
             if info.number != current or copied:
                 self._opener.read_records(info)
@@ -76,8 +68,8 @@ class Starter:
             mark_outdated(state, current)
         if current is not None:
             self._serve_current(current)
-        if state.log.undone is not undone:
-            save_undone(state.where.undone, state.log.undone)
+        with state.live.write:
+            state.publish(state.record.document)  # nothing is written unless the copy is of several moments
 
     def _serve_current(self, current: int) -> None:
         state = self._state
@@ -85,7 +77,7 @@ class Starter:
         self._check_copied(info)
         if state.log.unusable is None:
             info.dense_accepted_upto = state.log.last or 0
-        recorded = self._recorded_routes(current)
+        recorded = state.record.document.routes
         self._serve_active(info, recorded)
         if recorded.canary is not None:
             self._serve_canary(recorded.canary, recorded)
@@ -97,7 +89,8 @@ class Starter:
             damaged = catalogue.damaged.get(current)
             why = "is not on disk" if damaged is None else f"is damaged: {damaged}"
             raise Corruption(
-                f"{self._state.where.current} names version {current}, which {why}; activate one of {catalogue.numbers}"
+                f"{self._state.where.state} has version {current} serve, which {why}; activate one of "
+                f"{catalogue.numbers}"
             )
         return info
 
@@ -133,19 +126,6 @@ class Starter:
     def _check_copied(self, info: VersionInfo) -> None:
         if self._state.shared.copied:
             check_version(self._state, info)
-
-    def _recorded_routes(self, active: int) -> RoutingRecord:
-        try:
-            recorded = self._state.record.routes().for_active(active)
-        except TierstoreError as error:
-            self._routes.problem = f"canary and labels are not served: {error}"
-            log.error("model %s: %s", self._state.name, self._routes.problem)
-            return RoutingRecord(active)
-        if recorded.canary is not None and self._state.catalogue.is_outdated(recorded.canary):
-            # a crash came between a rollback to a delta and the record of its routes
-            labels = {name: number for name, number in recorded.labels.items() if number == active}
-            return RoutingRecord(active, labels=labels)
-        return recorded
 
 
 def _labels_of(info: VersionInfo, recorded: RoutingRecord) -> dict[str, int]:

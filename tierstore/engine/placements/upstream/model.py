@@ -88,9 +88,7 @@ class UpstreamModel:
                 "" if choice.current is None else choice.lines.get(choice.current, self._lines.get(choice.current, ""))
             )
             seen = choice.current, choice.wanted, line, self._wanted_versions(choice)
-            pointer = Pointer(
-                self._pointer.generation, choice.current, None, choice.wanted, choice.seq, choice.marks, line
-            )
+            pointer = Pointer(self._pointer.generation, choice.current, choice.wanted, choice.seq, choice.marks, line)
             if seen != self._seen:
                 self._seen, pointer = seen, replace(pointer, generation=self._pointer.generation + 1)
             self._pointer = pointer

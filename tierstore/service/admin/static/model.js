@@ -188,14 +188,8 @@ function modelLines(model) {
   return lines;
 }
 
-// The version that a rollback goes to: the newest kept one that is older than the active one.
-function rollbackTarget(model) {
-  const older = model.versions.filter(({state, version}) => state === "kept" && version < model.active_version);
-  return older.length ? Math.max(...older.map(({version}) => version)) : null;
-}
-
 function modelActions(model) {
-  const to = rollbackTarget(model);
+  const to = model.rollback_to;
   return element("div", {class: "actions"},
     model.canary && action("promote", model, `Promote ${model.canary.version}…`),
     model.canary && action("withdraw", model, `Withdraw ${model.canary.version}…`),

@@ -1,9 +1,8 @@
-"""The durable record of undone deltas, which a rollback has taken out: `undone.json` in the model's directory.
+"""The deltas of a model that a rollback has undone: a part of the model's document (`document.py`).
 
 An undone delta is applied to no version from the log, now or later. A version that had it is built again from its
-base: that makes a new **line** of it, in a directory of its own, and this record names the line that counts. So
-publishing the record is the one step from the old state to the new one. Immutable values and pure functions; the model
-writes, one at a time.
+base: that makes a new **line** of it, in a directory of its own, and this part names the line that counts. So
+publishing the document is the one step from the old state to the new one. Immutable values and pure functions.
 """
 
 from __future__ import annotations
@@ -12,16 +11,11 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from tierstore.engine.versions.left_out import joined
-from tierstore.errors import Corruption, NotFound
-from tierstore.formats import files
 from tierstore.formats.names import MAX_ORDINAL
-from tierstore.formats.release import of_another_release
 
-FORMAT = 1
 Ranges = tuple[tuple[int, int], ...]
 Rollbacks = tuple[tuple[int, int], ...]
 Age = tuple[int, int]
@@ -29,8 +23,8 @@ Age = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Undone:
-    """The record. `rollbacks`: (to which delta, the newest delta then), in order; of those with the same newest delta
-    only the last. `lines`: of versions whose line is not 0.
+    """What is undone. `rollbacks`: (to which delta, the newest delta then), in order; of those with the same newest
+    delta only the last. `lines`: of versions whose line is not 0.
 
     `outdated`: versions whose line holds undone deltas, or lacks deltas that are no longer undone.
     """
@@ -106,10 +100,25 @@ class Undone:
         """
         return replace(self, outdated=self.outdated - {*versions})
 
+    @classmethod
+    def parse(cls, document: Mapping[str, Any]) -> Undone:
+        """From its JSON. KeyError, TypeError, ValueError or AttributeError if it is invalid."""
+        ranges = _pairs(document["ranges"])
+        ends = [-1, *(end for each in ranges for end in each)]
+        if any(end >= next_ if at % 2 == 0 else end > next_ for at, (end, next_) in enumerate(pairwise(ends))):
+            raise ValueError("the ranges are not ascending")
+        rollbacks = _pairs(document["rollbacks"])
+        if any(to >= last for to, last in rollbacks) or any(one[1] >= two[1] for one, two in pairwise(rollbacks)):
+            raise ValueError("the rollbacks are not in order")
+        lines = {ordinal(version): ordinal(line) for version, line in document["lines"].items()}
+        undone = cls(rollbacks, lines, frozenset(map(ordinal, document["outdated"])))
+        if undone.ranges != ranges:
+            raise ValueError("the ranges are not those of the rollbacks")
+        return undone
+
     def document(self) -> dict[str, Any]:
         lines = {str(version): line for version, line in sorted(self.lines.items())}
         return {
-            "format": FORMAT,
             "ranges": [list(each) for each in self.ranges],
             "rollbacks": [list(each) for each in self.rollbacks],
             "lines": lines,
@@ -129,45 +138,15 @@ def _undone_by(rollbacks: Rollbacks) -> Ranges:
     return (*_undone_by(_before(rollbacks, to)), (to + 1, last))
 
 
-def read_undone(path: Path) -> Undone:
-    """The record at `path`; empty if there is none. Corruption if it is invalid."""
-    try:
-        document = files.read_json(path)
-    except NotFound:
-        return Undone()
-    try:
-        if document["format"] != FORMAT:
-            raise of_another_release(path, document["format"], str(FORMAT), document)
-        ranges = _pairs(document["ranges"])
-        ends = [-1, *(end for each in ranges for end in each)]
-        if any(end >= next_ if at % 2 == 0 else end > next_ for at, (end, next_) in enumerate(pairwise(ends))):
-            raise ValueError("the ranges are not ascending")
-        # a release that kept no history left only rollbacks that still count
-        rollbacks = tuple((first - 1, last) for first, last in ranges)
-        if "rollbacks" in document:
-            rollbacks = _pairs(document["rollbacks"])
-            if any(to >= last for to, last in rollbacks) or any(one[1] >= two[1] for one, two in pairwise(rollbacks)):
-                raise ValueError("the rollbacks are not in order")
-        lines = {_ordinal(version): _ordinal(line) for version, line in document["lines"].items()}
-        undone = Undone(rollbacks, lines, frozenset(map(_ordinal, document["outdated"])))
-        if undone.ranges != ranges:
-            raise ValueError("the ranges are not those of the rollbacks")
-        return undone
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise Corruption(f"{path} is invalid ({error}); restore it, and start again") from error
-
-
-def save_undone(path: Path, undone: Undone) -> None:
-    """Publish the record."""
-    files.publish_record(path, undone.document())
-
-
 def _pairs(value: Any) -> tuple[tuple[int, int], ...]:
-    return tuple((_ordinal(low), _ordinal(high)) for low, high in value)
+    return tuple((ordinal(low), ordinal(high)) for low, high in value)
 
 
-def _ordinal(value: Any) -> int:
-    number = int(value)
+def ordinal(value: Any) -> int:
+    """A number of a version, a line or a delta. ValueError, TypeError."""
+    number = int(value) if isinstance(value, str) else value
+    if type(number) is not int:
+        raise TypeError(f"expected a number, got {value!r}")
     if not 0 <= number <= MAX_ORDINAL:
         raise ValueError(f"expected a number from 0 to {MAX_ORDINAL}, got {number}")
     return number
