@@ -147,7 +147,7 @@ class Placement(Protocol):
     log_retention_s: float  # how long a delta stays in the log once nothing needs it
 
     def start(self) -> None:
-        """Serve all models: each by its pointer (its document, the cluster's, what nodes report), with its log replayed."""
+        """Serve all models: each by its pointer (its document, the cluster's, what nodes report), its log replayed."""
 
     def close(self, close_models: Callable[[], None]) -> None:
         """Stop following pointers and logs, close the models, then the readers of their rows."""

@@ -79,7 +79,7 @@ def load(
                 may_go_on()
                 model.state.live.check_open()
                 record = target.record(where, build, manifest)
-                if (golden := check_loaded(model, VersionInfo(where, record), report)) is not None:
+                if (golden := check_loaded(model, VersionInfo(where, record=record), report)) is not None:
                     record[GOLDEN] = golden.document()
                 target.publish(where, number, record)
             except BaseException as error:
