@@ -137,7 +137,7 @@ def check_load_parameters(names: Iterable[str]) -> None:
 
 
 def check_whole(store: Any, name: str) -> None:
-    """Raise InvalidInput if `name` is that of a head, which comes and goes with its model, and NotFound if of nothing."""
+    """Raise InvalidInput for a head, which comes and goes with its model, and NotFound for what is no model."""
     model, _, head = name.partition(".")
     if head and model in store.models():
         versions = store.status(model)["models"][model]["versions"]
