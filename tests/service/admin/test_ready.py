@@ -47,7 +47,8 @@ def a_newer_format(root: Path) -> None:
 @pytest.mark.parametrize("damage", [damaged_document, a_newer_format])
 def test_a_copy_whose_model_does_not_open_is_not_ready(tmp_path: Path, damage: Callable[[Path], None]) -> None:
     with serving(tmp_path) as (store, http):
-        assert http.get("/v2/health/ready").status_code == 200, "no models"
+        assert http.get("/v2/health/ready").json() == {"ready": True}, "no models"
+        assert http.get("/v2/health/live").json() == {"live": True}
         for version in (1, 2):
             store.load_snapshot(write_snapshot(tmp_path, version))
     damage(next(tmp_path.glob("**/models/ctr")))

@@ -85,6 +85,22 @@ def test_malformed_requests_are_refused(own: Own, tmp_path: Path) -> None:
     assert http.post("/admin/models/nobody/explain", json={"feature": "f", "keys": [1]}).status_code == 404
 
 
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        ({"feature": "item_id", "keys": [1, *[None] * 10_000]}, "keys"),
+        ({"feature": "item_id", "keys": [1.5] * 10_000}, "keys"),
+        ({"feature": "item_id", "keys": [1], **{f"x{i}": i for i in range(5000)}}, "x0"),
+    ],
+)
+def test_of_thousands_of_faults_the_first_is_named(own: Own, tmp_path: Path, body: dict[str, Any], named: str) -> None:
+    """All of them took the event loop half a second, on which health checks wait too."""
+    store, _, http = own
+    store.load_snapshot(write_snapshot(tmp_path, 1))
+    refused = post(http, **body)
+    assert (refused.status_code, named in refused.text, len(refused.content) < 1000) == (400, True, True)
+
+
 def test_who_may_look_rows_up_may_ask_at_their_rate(tmp_path: Path) -> None:
     with Store(settings_for(tmp_path)) as store:
         store.load_snapshot(write_snapshot(tmp_path, 1))

@@ -192,6 +192,14 @@ def test_status_and_metrics_name_heads(served: tuple[Store, ServerThread], web: 
     assert counted.requests("ctr", 1).total >= sum(of_heads) > max(of_heads), "a canary is judged by all of them"
 
 
+def test_a_head_is_loaded_and_unloaded_with_its_model(served: tuple[Store, ServerThread], web: httpx.Client) -> None:
+    for verb in ("load", "unload"):
+        refused = web.post(f"/v2/repository/models/ctr.cvr/{verb}", json={})
+        assert (refused.status_code, "head of model 'ctr'" in refused.text) == (400, True)
+        assert web.post(f"/v2/repository/models/ctr.nothing/{verb}", json={}).status_code == 404
+    assert web.get("/v2/models/ctr.cvr/ready").status_code == 200
+
+
 def test_an_unknown_head_leaves_no_statistics(served: tuple[Store, ServerThread], web: httpx.Client) -> None:
     for number in range(5):
         assert web.post(f"/v2/models/ctr.x{number}/infer", content=b"{}").status_code == 404

@@ -236,6 +236,16 @@ def test_a_raw_body_is_the_keys_of_a_models_only_feature(http: httpx.Client) -> 
     refused(http.post(INFER, content=TWO, headers={HEADER_LENGTH: "0"}), 400, "exactly one input")
 
 
+def test_null_beside_the_bytes_of_an_empty_batch_is_no_data(http: httpx.Client) -> None:
+    """As KServe's client sends it."""
+    header = json.dumps(
+        {"inputs": [given_input(shape=[0], data=None, parameters={"binary_data_size": 0})]}, separators=(",", ":")
+    ).encode()
+    answer = http.post(INFER, content=header, headers={HEADER_LENGTH: str(len(header))})
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["outputs"][0]["shape"] == [0, 4]
+
+
 def test_bodies_and_answers_have_bounds(http: httpx.Client) -> None:
     refused(http.post(INFER, content=b"x" * ((1 << 20) + 1)), 413, "1048576")
     refused(http.post(INFER, content=iter([b"x" * (1 << 19)] * 3)), 413, "1048576")

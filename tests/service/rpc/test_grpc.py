@@ -218,6 +218,12 @@ def test_what_is_not_there_is_not_found(stub: Any, model: str, version: str, cod
     assert refusal(stub.ModelMetadata, wanted)[0] == code
 
 
+@pytest.mark.parametrize(("model", "version"), [("nobody", ""), ("ctr", "7"), ("a/../b", "")])
+def test_what_is_not_there_is_not_ready(stub: Any, model: str, version: str) -> None:
+    """Clients ask until a model is ready, and end at an error."""
+    assert not stub.ModelReady(service_pb2.ModelReadyRequest(name=model, version=version)).ready
+
+
 # --- messages
 
 TYPED = [

@@ -108,6 +108,29 @@ def test_rows_in_the_order_of_the_keys(predict: Predict, values: bool) -> None:
     np.testing.assert_array_equal(answer["user"], rows("user", [USERS["u1"], USERS["λ"]]))
 
 
+@pytest.mark.parametrize("values", [False, True])
+def test_integers_that_tensorflow_made_narrow_are_keys_too(predict: Predict, values: bool) -> None:
+    """`make_tensor_proto([1, 2])` has the dtype int32."""
+    keys, starts = np.array([5, -7, 100], np.int32), np.array([0, 2], np.int32)
+    answer = predict(
+        {
+            name: tensor(array, values=values)
+            for name, array in (("item_id", keys), ("clicked", keys), ("clicked.offsets", starts))
+        }
+    )
+    np.testing.assert_array_equal(answer["item_id"], items(keys))
+    np.testing.assert_allclose(answer["clicked"], [items([5, -7]).mean(0), items([100])[0]], rtol=1e-6)
+    big = predict({"big": tensor(np.array([5], np.int32), values=values)})
+    np.testing.assert_array_equal(big["big"], rows("big", [5.0]))
+
+
+def test_version_0_is_the_one_that_serves(call: Callable[..., Any], predict: Predict) -> None:
+    """OpenVINO's client sends it by default."""
+    np.testing.assert_array_equal(predict({"item_id": np.array([1])}, version=0)["item_id"], items([1]))
+    answer = call("PredictionService/Predict", request({"item_id": np.array([1])}, version=0), PredictResponse)
+    assert answer.model_spec.version.value == VERSION
+
+
 def test_bags_with_weights(predict: Predict) -> None:
     weights = np.array([1, 1, 2, 5], np.float32)
     wanted = {
@@ -183,7 +206,8 @@ def test_the_order_of_inputs_means_nothing(server: ServerThread, predict: Predic
         (request({"item_id": np.array([1])}, version_label="x" * 100_000), "NOT_FOUND", "no label"),
         (request({"item_id": np.array([1])}, signature_name="nope"), "INVALID_ARGUMENT", "unknown signature"),
         (request({"item_id": np.array([1])}, picked=("nope",)), "INVALID_ARGUMENT", "unknown output"),
-        (request({"item_id": np.array([1], np.int32)}), "INVALID_ARGUMENT", "INT32"),
+        (request({"user": np.array([1], np.int32)}), "INVALID_ARGUMENT", "INT32"),
+        (request({"item_id": np.array([1], np.int32)}, picked=("nope",)), "INVALID_ARGUMENT", "unknown output"),
         (request({"item_id": TensorProto(dtype=14)}), "INVALID_ARGUMENT", "dtype 14"),
         (request({"item_id": TensorProto(dtype=9, int64_val=[1])}), "INVALID_ARGUMENT", "shape"),
     ],

@@ -261,15 +261,14 @@ class OipHttp(ProtocolApplication):
 
     def _health(self, kind: str) -> Response:
         if kind == "live":
-            return Response(200)
+            return json_response({"live": True})
         ready, warming = self._service.ready, self._service.store.warming()
         document: dict[str, Any] = {} if warming is None else {"warming": warming}
         if unserved := self._service.unserved():
             document["unserved"] = unserved
         if self._service.awaits_grpc:
             document["compiling"] = True
-        status = 200 if ready else 400
-        return json_response({"ready": ready, **document}, status) if document else Response(status)
+        return json_response({"ready": ready, **document}, 200 if ready else 400)
 
     async def _model(self, scope: Scope, path: list[str]) -> Response:
         verb = ""
@@ -315,7 +314,7 @@ class OipHttp(ProtocolApplication):
         return Response(200)
 
     async def _repository(self, name: str, verb: str, request: dict[str, Any]) -> Response:
-        self._service.store.model(name)  # heads come and go with it
+        documents.check_whole(self._service.store, name)
         parameters = request.get("parameters") or {}
         if not isinstance(parameters, dict):
             raise InvalidInput(f"expected parameters as an object, got {shown(parameters)}")

@@ -203,9 +203,7 @@ class InferenceService:
         controls: dict[str, Callable[[Any, RpcCaller], Any]] = {
             "ServerLive": lambda *_: {"live": True},
             "ServerReady": lambda *_: {"ready": service.ready},
-            "ModelReady": lambda request, caller: {
-                "ready": documents.is_ready(*self._named(request.name, caller), _version(request.version))
-            },
+            "ModelReady": self._model_ready,
             "ServerMetadata": lambda *_: documents.server_metadata(shared_memory=service.regions.enabled),
             "ModelMetadata": lambda request, caller: documents.model_metadata(
                 *self._named(request.name, caller), _version(request.version)
@@ -304,6 +302,13 @@ class InferenceService:
         caller.principal.check_model(name)
         return self._service.dataplane, name
 
+    def _model_ready(self, request: Any, caller: RpcCaller) -> dict[str, Any]:
+        """As Triton answers it: clients ask until a model is ready, and end at an error."""
+        try:
+            return {"ready": documents.is_ready(*self._named(request.name, caller), _version(request.version))}
+        except NotFound:
+            return {"ready": False}
+
     def _index(self, request: Any, caller: RpcCaller) -> dict[str, Any]:
         caller.principal.check_model(None)
         return {"models": documents.repository_index(self._service.store, request.ready)}
@@ -328,7 +333,7 @@ class InferenceService:
         if request.repository_name:
             raise NotFound(f"no repository {request.repository_name[:80]!r}: there is one, without a name")
         caller.principal.check_model(request.model_name)
-        self._service.store.model(request.model_name)  # heads come and go with it
+        documents.check_whole(self._service.store, request.model_name)
         documents.check_load_parameters(request.parameters)
 
 

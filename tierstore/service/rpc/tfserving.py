@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from tierstore.engine.reads.view import View
 from tierstore.engine.serving.routing import STABLE
 from tierstore.errors import InvalidInput, shown
@@ -18,10 +20,11 @@ from tierstore.service.dataplane.datatypes import DATATYPES
 from tierstore.service.dataplane.inference import AnyRequest, Inference
 from tierstore.service.dataplane.plan import DIRECT_KEYS, Plan, Request
 from tierstore.service.dataplane.tensors import Elements, TensorSpec
+from tierstore.service.dataplane.view import inputs_of
 from tierstore.service.error_status import Unserved
 from tierstore.service.limits.worker_pool import Reservation
 from tierstore.service.protocols.tfserving.documents import STATE_NUMBERS, checked_label, version_states
-from tierstore.service.protocols.tfserving.request import request_of, room_for
+from tierstore.service.protocols.tfserving.request import Tensor, request_of, room_for
 from tierstore.service.protocols.tfserving.signature import METHOD, check_signature, signature_of
 from tierstore.service.rpc.caller import RpcCaller
 from tierstore.service.rpc.methods import Servicer, Unary, by_message, parse_message
@@ -56,7 +59,7 @@ class PredictMessage:
         self._service, self._message, self._holding = service, message, holding
         self._received: Any = None
         self._signature = ""
-        self._tensors: list[tuple[TensorSpec, Elements]] | None = None
+        self._tensors: list[Tensor] | None = None
         self.model = first_text(first_field(message))
         self.version: int | str | None = None
 
@@ -86,10 +89,25 @@ class PredictMessage:
         assert self._tensors is not None
         assert self.model is not None
         picked = list(self._received.output_filter)
-        made, self._elements = request_of(
-            self._service.plan_cache, self.model, view, self._signature, self._tensors, picked
-        )
+        tensors = self._tensors
+        if any(spec.datatype == "INT32" for spec, _ in tensors):
+            tensors = self._widened(view, tensors)
+        made, self._elements = request_of(self._service.plan_cache, self.model, view, self._signature, tensors, picked)
         return made
+
+    def _widened(self, view: View, tensors: list[Tensor]) -> list[Tensor]:
+        """`tensors`, those of INT32 as INT64 where integers of 64 bits are expected.
+
+        TensorFlow's `make_tensor_proto` makes INT32 of a plain list of integers, and so does OpenVINO's client.
+        """
+        wide = {tensor.name for tensor in inputs_of(view) if tensor.datatype in ("INT64", "UINT64")}
+        widened = []
+        for spec, elements in tensors:
+            if spec.datatype == "INT32" and spec.name in wide:
+                self._holding.reserve(2 * elements.nbytes)
+                spec, elements = TensorSpec(spec.name, "INT64", spec.shape), elements.astype(np.int64)
+            widened.append((spec, elements))
+        return widened
 
     def is_long(self) -> bool:
         """Whether it may be long: one value may be repeated very often, or it needs the dense part."""
@@ -115,13 +133,13 @@ class PredictMessage:
 
 
 def model_of(spec: Any) -> tuple[str, int | str | None]:
-    """(name, version or label) of a ModelSpec."""
+    """(name, version or label) of a ModelSpec. No version is 0: OpenVINO's client sends it where it means none."""
     name: str = spec.name
     if not name:
         raise InvalidInput("model_spec names no model")
     match spec.WhichOneof("version_choice"):
         case "version":
-            return name, int(spec.version.value)
+            return name, int(spec.version.value) or None
         case "version_label":
             return name, checked_label(spec.version_label)
     return name, None

@@ -95,7 +95,7 @@ def repository_index(store: Any, only_ready: bool) -> list[dict[str, Any]]:
             if not ready and only_ready:
                 continue
             entry = {"version": str(version["version"]), "state": "READY" if ready else "UNAVAILABLE"}
-            entry |= {} if ready else {"reason": version["state"]}
+            entry["reason"] = "" if ready else version["state"]  # always: a client of MLServer's requires it
             entries += [{"name": head_name(model, head)} | entry for head in ("", *version.get("heads", ()))]
     return entries
 
@@ -134,6 +134,18 @@ def check_load_parameters(names: Iterable[str]) -> None:
                 f"parameter {shown(name)}: a model's files and configuration come from its snapshot and cannot be "
                 "overridden"
             )
+
+
+def check_whole(store: Any, name: str) -> None:
+    """Raise InvalidInput for a head, which comes and goes with its model, and NotFound for what is no model."""
+    model, _, head = name.partition(".")
+    if head and model in store.models():
+        versions = store.status(model)["models"][model]["versions"]
+        if any(head in version.get("heads", ()) for version in versions):
+            raise InvalidInput(
+                f"{name!r} is a head of model {model!r}, and is loaded and unloaded with it: name {model!r}"
+            )
+    store.model(name)
 
 
 def load(store: Any, name: str) -> None:
