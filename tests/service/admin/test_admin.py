@@ -299,6 +299,12 @@ def test_load_and_unload_of_the_repository_extension(own: Own, tmp_path: Path) -
         client.load_model("ctr")
         assert client.is_model_ready("ctr", "2"), "the most recent kept version"
         assert look_up(http, [1]) == (2, pytest.approx(rows("item", [6.0])))
+        http.post("/admin/models/ctr/activate", json={"version": 1}).raise_for_status()
+        http.post("/admin/models/ctr/activate", json={"version": 2}).raise_for_status()
+        http.post("/admin/models/ctr/rollback").raise_for_status()
+        client.unload_model("ctr")
+        client.load_model("ctr")
+        assert client.is_model_ready("ctr", "1"), "a rollback has rejected the other"
 
 
 def test_readers_see_one_version_or_the_other_and_never_an_error_while_versions_are_switched(

@@ -15,7 +15,7 @@ DEACTIVATED = "deactivated"  # nothing was to serve
 ROLLBACK = "rollback"  # a rollback has left it
 WITHDRAWN = "withdrawn"  # it was a canary and never active
 _REASONS = frozenset({REPLACED, DEACTIVATED, ROLLBACK, WITHDRAWN})
-_REJECTED = frozenset({ROLLBACK, WITHDRAWN})
+REJECTED = frozenset({ROLLBACK, WITHDRAWN})
 
 Serving = tuple[int | None, int | None]  # the active version and the canary
 
@@ -56,12 +56,12 @@ class ServingOrder:
     @property
     def rejected(self) -> list[int]:
         """The rejected versions, the one that was left last at the end."""
-        return [number for number, why in self.left if why in _REJECTED]
+        return [number for number, why in self.left if why in REJECTED]
 
     @property
     def served(self) -> list[int]:
         """The versions that a rollback may go to, the one that served last at the end."""
-        return [number for number, why in self.left if why not in _REJECTED]
+        return [number for number, why in self.left if why not in REJECTED]
 
     def last_of(self, versions: Container[int]) -> int | None:
         """The version that served last, of those."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from tierstore import __version__
 from tierstore.engine.reads.view import View
+from tierstore.engine.serving.order import REJECTED
 from tierstore.engine.serving.routing import STABLE
 from tierstore.errors import InvalidInput, NotReady, shown
 from tierstore.service.dataplane.inference import DataPlane
@@ -149,15 +150,19 @@ def check_whole(store: Any, name: str) -> None:
 
 
 def load(store: Any, name: str) -> None:
-    """Make a model ready: activate the most recent kept version, unless the model is ready. NotReady without one."""
+    """Make a model ready: activate the most recent kept version that nobody has rejected, unless the model is ready.
+    NotReady without one.
+    """
     model = store.model(name)
     if model.ready:
         return
     versions = store.status(name)["models"][name]["versions"]
-    kept = [version["version"] for version in versions if version["state"] == "kept"]
-    if not kept:
+    kept = {version["version"]: version.get("left") for version in versions if version["state"] == "kept"}
+    wanted = [number for number, why in kept.items() if why not in REJECTED]
+    if not wanted:
+        others = f"; {', '.join(map(str, kept))} was left by a rollback or withdrawn" if kept else ""
         raise NotReady(
-            f"model {name!r} has no version that could be activated; load a snapshot (POST "
+            f"model {name!r} has no version that could be activated{others}; load a snapshot (POST "
             f"/admin/models/{name}/snapshots)"
         )
-    store.activate(name, max(kept))
+    store.activate(name, max(wanted))
