@@ -22,7 +22,7 @@ import xxhash
 
 from tierstore.engine.placements.cluster.shared_model import SharedModel, model_names
 from tierstore.engine.placements.upstream.choice import ModelsDocument, ReportedModel, VersionState, choose
-from tierstore.engine.placements.upstream.model import UpstreamModel
+from tierstore.engine.placements.upstream.model import UpstreamModel, _load_of
 from tierstore.engine.placements.upstream.placement import _fill
 from tierstore.engine.versions.rows import Place
 from tierstore.errors import TierstoreError
@@ -133,7 +133,7 @@ class NodeAnswers(_Answers):
             ),
             "models": self._models,
             "version": self._version,
-            "files": lambda: len(self._upstream().files(1)),
+            "files": lambda: len(self._upstream().files(1, _load_of("a"))),
             "rows": self._rows,
             "explain": self._explain,
         }
@@ -353,7 +353,7 @@ class RedisAnswers(_Answers):
             "states": self._states,
             "pointer": lambda: shared.pointer().current is None,
             "versions": lambda: len(shared.versions()),
-            "files": lambda: len(shared.files(1)),
+            "files": lambda: len(shared.files(1, 0.0)),
             "log": lambda: len(shared.read(1, 4)),
             "reports": lambda: len(shared.beat("n", None)),
             "append": lambda: shared.append(2, "0" * 16, b"", None),

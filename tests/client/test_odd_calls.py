@@ -376,7 +376,9 @@ def changes() -> Iterator[Call]:
             lambda s, v=version: s.activate("ctr", 2, expected_active=v) if v else None,
         )
         yield Call(
-            "rollback", "expected_active|active|older", lambda s, v=version: s.rollback("ctr", expected_active=v)
+            "rollback",
+            "expected_active|active|served before",
+            lambda s, v=version: s.rollback("ctr", expected_active=v),
         )
         yield Call("to_seq", "seq", lambda s, v=version: s.rollback("ctr", to_seq=v) if v is not None else None)
         yield Call(
@@ -400,7 +402,7 @@ def changes() -> Iterator[Call]:
     yield Call("unlabel stable", "label", lambda s: s.unlabel("ctr", "stable"))
     yield Call("label what is not served", "label", lambda s: s.label("ctr", "x", 2))
     for verb in ("promote", "withdraw", "rollback"):
-        yield Call(verb, "canary|older", lambda s, v=verb: getattr(s, v)("ctr"))
+        yield Call(verb, "canary|served before", lambda s, v=verb: getattr(s, v)("ctr"))
     yield Call("drop", "active", lambda s: s.drop("ctr", 1))
     yield Call("canary", "active", lambda s: s.canary("ctr", 1))
     yield Call("activate", "", lambda s: s.activate("ctr", 1))

@@ -17,7 +17,6 @@ import typer
 from tierstore.cli.options import AsJson, Data, Url, argument, option
 from tierstore.cli.target import make_client, open_target, say_aside, service_url, warn_of_dense
 from tierstore.cli.triton import Batch, write_hps
-from tierstore.client.sources import snapshot_model, snapshot_version
 from tierstore.errors import ConfigError, Conflict, DeadlineExceeded, SnapshotError, TierstoreError, Unreachable
 
 if TYPE_CHECKING:
@@ -288,6 +287,8 @@ def _stopped(model: str, where: Path, url: str | None) -> str:
     """What became of an import that Ctrl-C has ended. A service's load of the snapshot is stopped first: its files are
     there until then.
     """
+    from tierstore.client.sources import snapshot_version
+
     none = "there is no new version, what was read is removed, and what served before does so"
     if url is None:
         return none
@@ -330,6 +331,8 @@ def _cancelled(client: Client, job: str) -> dict[str, Any]:
 
 def _forget_unfinished(store: Store | Client, where: Path) -> None:
     """Remove what the load of a snapshot has left to go on with: the snapshot goes as well."""
+    from tierstore.client.sources import snapshot_model, snapshot_version
+
     model, version = snapshot_model(where), snapshot_version(where)
     if str(version) in store.status(model)["models"][model]["unfinished"]:
         store.drop(model, version)

@@ -107,7 +107,7 @@ def open_data(data: Path | None, *, create: bool = False) -> Iterator[Store]:
 def _nothing_left(data: Path) -> Iterator[None]:
     """If the block fails, a data directory that it has made goes again, unless it has something of a model."""
     from tierstore.formats import files
-    from tierstore.formats.names import AUDIT, DataDirectory
+    from tierstore.formats.names import AUDIT, STATE, DataDirectory
 
     root, is_new = DataDirectory(data.absolute()), not data.exists()
     with files.new_dirs(root.root.parent):
@@ -116,7 +116,7 @@ def _nothing_left(data: Path) -> Iterator[None]:
         except BaseException:
             own = {AUDIT, *(path.name for path in (root.models, root.lock, root.format))}
             there = {path.name for path in data.iterdir()} if is_new and data.is_dir() else {""}
-            if there <= own and not any(path.is_file() for path in root.models.rglob("*")):
+            if there <= own and all(path.is_dir() or path.name == STATE for path in root.models.rglob("*")):
                 files.remove_tree(data)
             raise
 

@@ -76,10 +76,7 @@ def _ended(target: Store | Client, model: str, before: int | None) -> int | None
 
 def _say_switch(json: bool, document: dict[str, Any], text: str, ended: int | None) -> None:
     if ended is not None:
-        document, text = (
-            {**document, "withdrawn": ended},
-            f"{text}; the canary, version {ended}, is withdrawn, and kept",
-        )
+        document, text = {**document, "withdrawn": ended}, f"{text}; the canary, version {ended}, is withdrawn"
     say(json, document, text)
 
 

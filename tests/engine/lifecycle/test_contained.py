@@ -94,7 +94,7 @@ def test_a_record_of_the_active_version_that_cannot_be_read_is_told_as_such(open
     store.close()
     (root / "2/version.json").write_text("{")
     store = open_store()
-    assert "version 2, which is damaged" in store.model("ctr").problem
+    assert "state.json has version 2 serve, which is damaged" in store.model("ctr").problem
 
 
 def test_a_model_whose_directory_cannot_be_listed_does_not_serve_and_loses_nothing(open_store, tmp_path, monkeypatch):

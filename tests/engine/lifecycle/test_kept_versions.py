@@ -73,9 +73,9 @@ def test_a_canary_that_is_withdrawn_while_it_is_activated_is_opened_once_it_is_c
     ctr, wrong = store.model("ctr"), []
     promote = ctr.routes.promote
 
-    def late(number: int) -> bool:
+    def late(number: int, why: str) -> bool:
         store.withdraw("ctr")
-        return promote(number)
+        return promote(number, why)
 
     def activate() -> None:
         try:

@@ -112,7 +112,7 @@ def test_nobody_waits_for_a_verification_that_stands_still(open_store, tmp_path,
     assert report.versions == 5
     assert store.verify().ok
     meanwhile(lambda: store.rollback("ctr"))
-    assert answer(store) == 2 * 64
+    assert answer(store) == 64
 
 
 def test_a_version_that_is_left_while_it_is_verified_gives_its_memory_back(open_store, tmp_path):

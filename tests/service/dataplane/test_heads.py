@@ -239,7 +239,7 @@ def test_a_token_of_a_model_is_for_its_heads_and_one_may_be_for_a_head_alone(tmp
         with tierstore.Client(server.url, token=of_head) as client, pytest.raises(Forbidden):
             client.deactivate("ctr")
         headers = {"authorization": f"Bearer {of_head}"}
-        assert httpx.post(f"{server.url}/v2/repository/models/ctr.cvr/unload", headers=headers).status_code == 404
+        assert httpx.post(f"{server.url}/v2/repository/models/ctr.cvr/unload", headers=headers).status_code == 400
 
 
 class Story:

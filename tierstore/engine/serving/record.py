@@ -80,12 +80,14 @@ class StateRecord:
         """
         self.check_readable()
         self.repair()
-        if document.means_the_same(self._published):
-            self.document = replace(document, serial=self._published.serial)
+        used, published = self.document, self._published
+        if document.means_the_same(published):
+            self.document = replace(document, serial=published.serial)
             return
         try:
             self.document = self._write(document)
-        except BaseException:  # it may have taken its name all the same
+        except BaseException:  # it may have taken its name all the same, and be used already
+            self.document, self._published, self.in_doubt = used, published, True
             with contextlib.suppress(StorageError):
                 self.repair()
             raise

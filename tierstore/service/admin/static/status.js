@@ -242,7 +242,7 @@ function pollAnew() {
 
 // --- what the reader decides
 
-const ended = (canary, version) => canary == null || canary === version ? "" : ` The canary, version ${canary}, is withdrawn, and kept.`;
+const ended = (canary, version) => canary == null || canary === version ? "" : ` The canary, version ${canary}, is withdrawn.`;
 
 const VERBS = {
   activate: ({model, version, active, canary}) => ({
