@@ -105,7 +105,7 @@ def test_statistics_count_what_was_answered(client: triton.InferenceServerClient
 
 def test_repository_index(client: triton.InferenceServerClient) -> None:
     index = client.get_model_repository_index()
-    assert {"name": "ctr", "version": str(VERSION), "state": "READY"} in index
+    assert {"name": "ctr", "version": str(VERSION), "state": "READY", "reason": ""} in index
 
 
 def test_shared_memory_is_refused_clearly_and_unregistered_gladly(client: triton.InferenceServerClient) -> None:
