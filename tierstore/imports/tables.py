@@ -137,16 +137,15 @@ def import_table(
 
     Args:
         source: a path or paths of Parquet, Arrow or ORC files, of directories of them (as Spark, Ray, DuckDB and pandas
-            write them), of checkpoints, `.npz` or `.npy` arrays, word2vec's text, or of a HugeCTR folder; or a frame
-            (pandas, Polars, DuckDB), Arrow data, or a mapping of columns.
+            write them), of checkpoints, `.npz`, `.npy`, word2vec's text, or of a HugeCTR folder; or a frame (pandas,
+            Polars, DuckDB), Arrow data, or a mapping of columns.
         key: the column of the keys: integers of any width, or strings; as `meta.id`, a field of a structure. vector:
             that of the vectors (lists, fixed-size lists, arrays), or those of one number each: their names, or a
             pattern such as `f*` (`f2` before `f10`).
         feature: its name in requests; default the table's. combiner: how its bags are pooled. padding_key: one that
             never counts. key_type: `int64`, `uint64` or `string`; default the column's. dtype: of storage; default
-            float16 where the vectors are, else float32.
-        default: the vector of keys that the table does not hold: `zeros`, `mean`, or `dim` numbers. Else it is the
-            source's own where that has one (TorchRec's managed collisions), else zeros.
+            float16 where the vectors are, else float32. default: the vector of absent keys: `zeros`, `mean`, or `dim`
+            numbers; else the source's own where that has one (TorchRec's managed collisions), else zeros.
         ttl_s: rows not written for so long expire: seconds, or a time such as `30d`. time_column: says when each row
             was written (seconds since 1970, timestamps, dates); default the time of the import.
         on_null: `skip` leaves out rows with a null in one of these columns, or in a vector; `fail` refuses them.
@@ -160,11 +159,11 @@ def import_table(
 
     SnapshotError names file, row and reason.
     """
-    features = (Feature(feature or table, combiner, padding_key),)
-    columns = key, vector, key_type, dtype, default, features, ttl_s, time_column
-    one = TableSource(table, source, *columns, on_null, on_duplicate, dim, integers)
+    of = (Feature(feature or table, combiner, padding_key),)
+    columns = key, vector, key_type, dtype, default, of, ttl_s, time_column, on_null, on_duplicate, dim, integers
     how: dict[str, Any] = {"delta_seq": delta_seq, "progress": progress, "left_out": left_out, "golden": golden}
-    return import_tables([one], model=model, dense=dense, out=out, version=version, **how)
+    one = [TableSource(table, source, *columns)]
+    return import_tables(one, model=model, dense=dense, out=out, version=version, **how)
 
 
 def import_tables(
