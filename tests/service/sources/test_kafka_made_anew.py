@@ -79,6 +79,16 @@ def check_rows_of_both(scene: RowScene, count: int, *, stopped: bool) -> None:
     scene.is_in("caught up", rows=1)
 
 
+def follow_the_new_topic(scene: RowScene) -> None:
+    """Make the topic anew while the store is closed, and have all that is in it applied."""
+    scene.remake()
+    write(scene, range(11, 31), 0.5)
+    scene.store = scene.open()
+    scene.follow()
+    scene.expect(11, 11.5)
+    scene.expect(30, 30.5)
+
+
 @pytest.mark.parametrize("stopped", [False, True], ids=["while it is read", "while the service is stopped"])
 @pytest.mark.parametrize("count", [10, 50], ids=["as many messages", "more messages"])
 def test_rows_of_a_topic_made_anew_are_all_applied(scene: RowScene, count: int, stopped: bool) -> None:
@@ -112,12 +122,7 @@ def test_rows_of_a_topic_made_anew_are_read_from_its_beginning_whatever_the_rewi
     write(scene, range(1, 11), 0.0)
     scene.expect(10, 10.0)
     scene.close()
-    scene.remake()
-    write(scene, range(11, 31), 0.5)
-    scene.store = scene.open()
-    scene.follow()
-    scene.expect(11, 11.5)
-    scene.expect(30, 30.5)
+    follow_the_new_topic(scene)
     scene.close()
 
 
@@ -128,12 +133,7 @@ def test_a_lost_record_does_not_hide_that_the_topic_is_another(scene: RowScene) 
     scene.expect(10, 10.0)
     scene.close()
     scene.store.root.kafka_rows(scene.topic, "ctr").unlink()
-    scene.remake()
-    write(scene, range(11, 31), 0.5)
-    scene.store = scene.open()
-    scene.follow()
-    scene.expect(11, 11.5)
-    scene.expect(30, 30.5)
+    follow_the_new_topic(scene)
 
 
 def test_rows_that_were_read_and_wait_are_applied_before_those_of_the_new_topic(
@@ -223,12 +223,7 @@ def test_an_id_that_is_no_longer_known_has_nothing_read_again(scene: RowScene, m
     scene.is_in("caught up", rows=1)
     scene.close()
     tell()
-    scene.remake()
-    write(scene, range(11, 31), 0.5)
-    scene.store = scene.open()
-    scene.follow()
-    scene.expect(11, 11.5)
-    scene.expect(30, 30.5)
+    follow_the_new_topic(scene)
 
 
 def test_partitions_that_are_gone_are_named_where_no_id_tells_it(
