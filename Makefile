@@ -12,6 +12,7 @@
 #   make bench-triton  look-ups beside Triton, asked by its own perf_analyzer, in a virtual environment of its own (0.4 GB), and an ensemble in it
 #   make gpu-test    the tests that take a GPU, in a virtual environment of its own that suits the driver (7 GB); without one they skip
 #   make bench-gpu   the device tier on this machine's GPU, in the same environment; without one it says so
+#   make gpu-bundle  what tools/on_card.sh installs on a machine with a GPU and without a network; BUNDLE="--python 3.13" goes to tools.gpu_bundle
 #   make client-venvs  environments for clients of other projects and for Triton, for tests/interop and tests/triton (2.4 GB, two minutes)
 #   make test-valkey  the tests of rows in a cluster, with Valkey's servers in place of Redis's
 #   make trainers  PyTorch, TorchRec, Keras, LightGBM and XGBoost in .venv, for the tests of what exports from them (1 GB)
@@ -29,6 +30,7 @@ STAMP  := $(VENV)/.installed
 # what the demo needs of it, which other targets add to
 DEMO   := $(or $(wildcard $(STAMP)),$(VENV)/.installed-demo)
 BENCH  ?=
+BUNDLE ?=
 FUZZ   ?= --count 20000
 FUZZ_REACTOR ?= --count 10000
 # Files of tests go to so many processes, of 0.7 GB each at first and 1.7 GB in the end: more than cores, as tests wait for servers,
@@ -55,7 +57,7 @@ SOURCES := tierstore tests $(wildcard benchmarks tools examples)
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test thorough test-all check format-check lint types docs-test image-test site site-tools fuzz bench bench-tfra bench-triton gpu-test bench-gpu client-venvs test-valkey trainers engines older-trainers dist lock sbom format clean
+.PHONY: help venv demo test thorough test-all check format-check lint types docs-test image-test site site-tools fuzz bench bench-tfra bench-triton gpu-test bench-gpu gpu-bundle client-venvs test-valkey trainers engines older-trainers dist lock sbom format clean
 
 help:
 	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
@@ -149,6 +151,9 @@ gpu-test: $(ON_GPU)/.installed
 
 bench-gpu: $(ON_GPU)/.installed
 	$(ON_GPU)/bin/python -m benchmarks --only device_lookup $(BENCH)
+
+gpu-bundle: $(STAMP)
+	$(BIN)/python -m tools.gpu_bundle $(CURDIR)/.bench/gpu-bundle $(BUNDLE)
 
 # ONNX Runtime for a GPU takes the place of the one that `dev` brings: both are one module.
 $(GPU)/.installed: pyproject.toml

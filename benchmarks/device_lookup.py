@@ -1,5 +1,5 @@
-"""The device tier beside what there is: `python -m benchmarks.device_lookup [--tiny] [--hkv HEADERS] [--json FILE]`, or
-`make bench-gpu`.
+"""The device tier beside what there is: `python -m benchmarks.device_lookup [--tiny] [--parts …] [--hkv HEADERS]
+[--json FILE]`, or `make bench-gpu`.
 
     resident  every key is on the device; keys and answer are there too. Against `cupy.take`, which is told where the
               rows are in one plain array; and, with `--hkv` and nvcc, against HierarchicalKV's `find`
@@ -22,8 +22,8 @@
     module    `tierstore.torch.Embedding`, and `EmbeddingBag` of 16, with keys and offsets on the GPU. Against look-ups with both in CPU memory
     predicted a dense part on the GPU over bags of 16, rows on the device (`dense_provider = "cuda"`)
 
-The two of a pair alternate in short rounds; the median of the rounds' ratios is what counts. Without a GPU it says so
-and ends well; parts that want PyTorch or ONNX Runtime for a GPU are left out where these are not installed.
+The two of a pair alternate in short rounds; the median of the rounds' ratios is what counts. The file has each part as
+soon as it is measured. Without a GPU it says so and ends well; parts that want PyTorch or ONNX Runtime for a GPU are left out where these are not installed.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ from benchmarks.hierarchical_kv import HierarchicalKV
 from benchmarks.machine import describe
 from benchmarks.options import parser_of
 from tierstore.engine.data.overlay import OverlayTable
+from tierstore.errors import TierstoreError
 from tierstore.kernels.pool import check_offsets
 from tierstore.tiers.device.backend import NO_HOST, TEAM, Backend
 from tierstore.tiers.device.cupy_device import CudaDevice, find_devices
@@ -464,53 +465,77 @@ def pooled(backend: Backend, torch: Any, rows: int, dim: int, bags: int, bag: in
     return timed("pooled", rows, dim, bags * bag, "torch.nn.EmbeddingBag, keys from CPU memory", got) | {"bag": bag}
 
 
-def measure(
+def parts(
     backend: Backend, xp: Any, torch: Any, *, rows: int, batch: int, rounds: int, calls: int, hkv: Any = None
-) -> list[Result]:
-    results = [resident(backend, xp, rows, dim, batch, rounds, calls) for dim in (32, 64)]
-    if hkv is not None:
-        results += [resident(backend, xp, rows, 64, size, rounds, calls, hkv) for size in (batch, 16 * batch)]
+) -> dict[str, Callable[[], list[Result]]]:
+    """What measures each part, the most wanted first."""
     sizes = sorted({min(size, batch) for size in (64, 1024, 4096, batch)})
-    results += [from_cpu_memory(backend, xp, torch, rows, 64, size, rounds, calls) for size in sizes]
-    results += [beside_promotion(backend, rows, 64, size, rounds, calls) for size in sizes]
-    results += [tenth(backend, rows, 64, size, rounds, calls) for size in sizes]
-    results += [tiered(backend, rows, dim, batch, rounds, calls) for dim in (32, 64)]
-    results.append(filled(backend, rows, 64, rounds))
-    results.append(threads(backend, rows, 64, min(4096, batch), rounds, calls))
-    results += [streamed(backend, rows, 64, size, rounds, calls) for size in sizes[:-1]]
-    results += [changed(backend, rows, 64, size, rounds, calls) for size in sizes[:-1]]
-    results += [together(backend, rows, 64, size, rounds, calls) for size in sizes[:-1]]
-    if torch is not None:
-        for bags, bag in (2048, 32), (512, 16), (3276, 20):
-            results.append(pooled(backend, torch, rows, 64, max(1, bags * batch >> 16), bag, rounds, calls))
-    return results
+
+    def each(part: Callable[..., Result], sizes: list[int], *before: Any) -> Callable[[], list[Result]]:
+        return lambda: [part(backend, *before, rows, 64, size, rounds, calls) for size in sizes]
+
+    def by_dim(part: Callable[..., Result], *before: Any) -> list[Result]:
+        return [part(backend, *before, rows, dim, batch, rounds, calls) for dim in (32, 64)]
+
+    def kernels() -> list[Result]:
+        peers = [] if hkv is None else [resident(backend, xp, rows, 64, size, rounds, calls, hkv) for size in (batch, 16 * batch)]  # fmt: skip
+        return by_dim(resident, xp) + peers
+
+    def bags() -> list[Result]:
+        shapes = [] if torch is None else [(2048, 32), (512, 16), (3276, 20)]
+        return [
+            pooled(backend, torch, rows, 64, max(1, bags * batch >> 16), bag, rounds, calls) for bags, bag in shapes
+        ]
+
+    def served(part: Callable[..., list[Result]], *before: Any) -> Callable[[], list[Result]]:
+        return lambda: part(*before, min(rows, 200_000), rounds, calls)
+
+    return {
+        "keys": each(from_cpu_memory, sizes, xp, torch),
+        "streamed": each(streamed, sizes[:-1]),
+        "beside": each(beside_promotion, sizes),
+        "tenth": each(tenth, sizes),
+        "pooled": bags,
+        "resident": kernels,
+        "filled": lambda: [filled(backend, rows, 64, rounds)],
+        "threads": each(threads, [min(4096, batch)]),
+        "module": list if torch is None else served(device_served.module, torch),
+        "predicted": served(device_served.predicted),
+        "changed": each(changed, sizes[:-1]),
+        "together": each(together, sizes[:-1]),
+        "tiered": lambda: by_dim(tiered),
+    }
+
+
+TINY = {"rows": 20_000, "batch": 2048, "rounds": 2, "calls": 4}
+WHOLE = {"rows": 1_000_000, "batch": 65_536, "rounds": 21, "calls": 16}
 
 
 def main() -> None:
-    options = parser_of(__file__, __doc__, "tiny", hkv=(Path, "where the headers of HierarchicalKV are")).parse_args()
+    options = parser_of(
+        __file__, __doc__, "tiny", hkv=(Path, "where the headers of HierarchicalKV are, or its library, built before"),
+        parts=(["all"], "some of the parts, in this order"),
+    ).parse_args()  # fmt: skip
     document: dict[str, Any] = {"benchmark": "device_lookup", "machine": describe(), "results": [], "skipped": []}
     count, why = find_devices()
-    torch = import_module("torch") if count and importlib.util.find_spec("torch") else None
-    if torch is not None and not torch.cuda.is_available():
-        torch = None
     if not count:
         document["skipped"].append(f"nothing was measured: {why}")
     else:
-        size = (
-            {"rows": 20_000, "batch": 2048, "rounds": 2, "calls": 4}
-            if options.tiny
-            else {"rows": 1_000_000, "batch": 65_536, "rounds": 21, "calls": 16}
-        )
+        torch = import_module("torch") if importlib.util.find_spec("torch") else None
+        if torch is None or not torch.cuda.is_available():
+            torch = None
+            document["skipped"].append("pooled, module: torch is not installed, or sees no GPU")
         cupy, missing = import_module("cupy"), hierarchical_kv.why_not(options.hkv)
         hkv = None if missing else hierarchical_kv.built(options.hkv, cupy.cuda.Device(0).compute_capability)
-        document["results"] = measure(CudaDevice(0), cupy, torch, hkv=hkv, **size)
-        served, left_out = device_served.measure(torch, min(size["rows"], 200_000), size["rounds"], size["calls"])
-        document["results"] += served
-        document["skipped"] += left_out
         if missing:
             document["skipped"].append(f"HierarchicalKV: {missing}")
-        if torch is None:
-            document["skipped"].append("pooled, module: torch is not installed, or sees no GPU")
+        known = parts(CudaDevice(0), cupy, torch, hkv=hkv, **(TINY if options.tiny else WHOLE))
+        for name in known if options.parts == ["all"] else options.parts:
+            try:
+                document["results"] += known[name]()
+            except TierstoreError as error:
+                document["skipped"].append(f"{name}: {error}")
+            report.write(options.json, document)  # what is measured stays if a later part hangs
     report.write(options.json, document)
     print(report.markdown(document))
 

@@ -111,15 +111,3 @@ def predicted(rows: int, rounds: int, calls: int) -> list[Result]:
             )
         store.close()
     return results
-
-
-def measure(torch: Any, rows: int, rounds: int, calls: int) -> tuple[list[Result], list[str]]:
-    """What was measured, and what was left out for which reason."""
-    results, left_out = [], []
-    if torch is not None:
-        results += module(torch, rows, rounds, calls)
-    try:
-        results += predicted(rows, rounds, calls)
-    except tierstore.TierstoreError as error:
-        left_out.append(f"predicted: {error}")
-    return results, left_out

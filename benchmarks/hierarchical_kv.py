@@ -15,22 +15,30 @@ from typing import Any
 _SOURCE = Path(__file__).with_suffix(".cu")
 
 
-def why_not(headers: Path | None) -> str | None:
-    """Why it cannot be measured, or None."""
-    if headers is None:
+def why_not(given: Path | None) -> str | None:
+    """Why it cannot be measured, or None. `given`: its headers, or what `build` made of them."""
+    if given is None:
         return "--hkv does not say where its headers are"
-    if not (headers / "merlin_hashtable.cuh").is_file():
-        return f"{headers} has no merlin_hashtable.cuh"
+    if given.suffix == ".so" and given.is_file():
+        return None
+    if not (given / "merlin_hashtable.cuh").is_file():
+        return f"{given} has no merlin_hashtable.cuh"
     return None if shutil.which("nvcc") else "nvcc is not installed"
 
 
-def built(headers: Path, capability: str) -> Any:
-    """The library, for devices of `capability` (`90` is 9.0). Takes nvcc two minutes."""
+def build(headers: Path, capability: str, library: Path, nvcc: str = "nvcc") -> None:
+    """Compile for devices of `capability` (`90` is 9.0), which takes two minutes."""
+    options = ("-O3", "-std=c++17", f"-arch=sm_{capability}", "-shared", "-Xcompiler", "-fPIC")
+    subprocess.run([nvcc, *options, f"-I{headers}", "-o", str(library), str(_SOURCE)], check=True)
+
+
+def built(given: Path, capability: str) -> Any:
+    """The library, loaded; built first where `given` are the headers."""
     with tempfile.TemporaryDirectory() as folder:
-        library = Path(folder) / "hierarchical_kv.so"
-        options = ("-O3", "-std=c++17", f"-arch=sm_{capability}", "-shared", "-Xcompiler", "-fPIC")
-        subprocess.run(["nvcc", *options, f"-I{headers}", "-o", str(library), str(_SOURCE)], check=True)
-        made = ctypes.CDLL(str(library))
+        library = given if given.suffix == ".so" else Path(folder) / "hierarchical_kv.so"
+        if library is not given:
+            build(given, capability, library)
+        made = ctypes.CDLL(str(library.absolute()))
     made.hkv_open.restype = ctypes.c_void_p
     return made
 
