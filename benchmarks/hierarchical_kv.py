@@ -28,7 +28,8 @@ def why_not(given: Path | None) -> str | None:
 
 def build(headers: Path, capability: str, library: Path, nvcc: str = "nvcc") -> None:
     """Compile for devices of `capability` (`90` is 9.0), which takes two minutes."""
-    options = ("-O3", "-std=c++17", f"-arch=sm_{capability}", "-shared", "-Xcompiler", "-fPIC")
+    libraries = Path(shutil.which(nvcc) or nvcc).parents[1] / "lib"  # of nvcc's wheel, which looks for them in lib64
+    options = ("-O3", "-std=c++17", f"-arch=sm_{capability}", "-shared", "-Xcompiler", "-fPIC", f"-L{libraries}")
     subprocess.run([nvcc, *options, f"-I{headers}", "-o", str(library), str(_SOURCE)], check=True)
 
 
