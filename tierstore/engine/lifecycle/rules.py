@@ -68,6 +68,11 @@ def is_waiting(number: int, active: int | None, order: ServingOrder) -> bool:
     return number > (active or 0) and number not in order
 
 
+def is_to_serve(number: int, active: int | None, order: ServingOrder) -> bool:
+    """Whether a version that does not serve is to serve without being named: a rollback may go to it, or it waits."""
+    return number in order.served or is_waiting(number, active, order)
+
+
 def surplus_of(
     there: Iterable[int], active: int | None, used: Container[int | None], keep: int, order: ServingOrder
 ) -> list[int]:
