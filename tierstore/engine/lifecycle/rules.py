@@ -89,7 +89,6 @@ def surplus_of(
         for number in sorted(there)
         if number != active and number not in used and not is_waiting(number, active, order)
     ]
-    never = [number for number in others if number not in order]
-    going = [*(n for n in order.rejected if n in others), *never, *(n for n in order.served if n in others)]
+    going = order.first_to_go(others)
     last = [number for number, _ in order.left[-1:] if number > active and number in order.rejected]
     return [number for number in going[: max(0, len(going) - keep)] if number not in last]
