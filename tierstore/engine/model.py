@@ -79,9 +79,7 @@ class Model:
         self.state = state = ModelState(name, where, shared)
         self.catalogue, self.dense = state.catalogue, state.dense
         self.publisher = state.live.publisher  # of the current views; compiled readers look up in them
-        self.deltas = DeltaPath(
-            state.live, state.log, state.record, self.dense, self.catalogue.specs, shared.observers, state.room
-        )
+        self.deltas = DeltaPath(state.live, state.log, self.dense, self.catalogue.specs, shared.observers, state.room)
         self.folder = Folder(
             state.live, shared.settings.fold_grace_s, lambda: max(LEAST_OF_A_SWITCH, shared.throttle.share)
         )
@@ -106,7 +104,7 @@ class Model:
             try:
                 model.catalogue.find()
                 # a model of an earlier start goes on with what can be read; a new one would be refused for good
-                if (why := model.catalogue.unreadable or model.log.unusable) is not None:
+                if (why := model.catalogue.unreadable) is not None:
                     raise StorageError(why)
                 model.start()
             except BaseException:

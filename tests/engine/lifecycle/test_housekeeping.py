@@ -139,20 +139,34 @@ def test_a_version_that_is_being_removed_holds_up_no_switch(open_store, tmp_path
     assert not any(path.name.startswith(".trash-1-") for path in (tmp_path / "data/models/ctr").iterdir())
 
 
-def test_a_kept_version_that_a_delta_does_not_fit_is_a_problem_until_it_is_dropped(open_store, tmp_path, monkeypatch):
-    """The log is kept for it, and grows."""
+@pytest.fixture
+def beside_wide(open_store, tmp_path, monkeypatch):
+    """A store whose version 1 lacks two deltas that are for the rows of version 2 alone, which is active."""
     monkeypatch.setattr("tierstore.engine.lifecycle.tasks.KEPT_LAG", 0)
     store = open_store(log_retention_s=0)
-    loaded(store, tmp_path, 1)
-    with tierstore.SnapshotWriter(tmp_path / "wide", model="ctr", version=2) as writer:
-        writer.table("item", dim=3).write([1], [[1, 1, 1]])
-        writer.feature("item_id", table="item")
-    store.load_snapshot(tmp_path / "wide")
-    for seq in (1, 2):
-        store.apply_delta(scenes.delta(seq, {"item": ([1], np.full((1, 3), seq, np.float32))}))
-    folded(store)
+
+    def load(version: int, dim: int, *, activate: bool = True) -> None:
+        with tierstore.SnapshotWriter(tmp_path / str(version), model="ctr", version=version) as writer:
+            writer.table("item", dim=dim).write([1], [[1] * dim])
+            writer.feature("item_id", table="item")
+        store.load_snapshot(tmp_path / str(version), activate=activate)
+
+    def send() -> None:
+        for seq in (1, 2):
+            store.apply_delta(scenes.delta(seq, {"item": ([1], np.full((1, 3), seq, np.float32))}))
+        folded(store)
+        scenes.housekeep(store)
+
+    return store, load, send
+
+
+def test_a_kept_version_that_a_delta_does_not_fit_is_a_problem_until_it_is_dropped(beside_wide):
+    """The log is kept for it, and grows: a rollback may go to it."""
+    store, load, send = beside_wide
+    load(1, 8)
+    load(2, 3)
+    send()
     ctr = store.model("ctr")
-    scenes.housekeep(store)
     assert ctr.log.status()["entries"] == 2
     assert "version 1: delta 1: table 'item' has vectors of 8 numbers, the delta brings 3" in ctr.problem
     assert "the log is kept for it from delta 1 on: drop it, or activate it with force" in ctr.problem
@@ -160,3 +174,67 @@ def test_a_kept_version_that_a_delta_does_not_fit_is_a_problem_until_it_is_dropp
     store.drop("ctr", 1)
     scenes.housekeep(store)
     assert (ctr.problem, ctr.log.status()["entries"]) == (None, 0)
+
+
+@pytest.mark.parametrize("how", ["withdrawn", "left by a rollback", "never served"])
+def test_the_log_does_not_grow_for_a_rejected_version_that_a_delta_does_not_fit(beside_wide, how):
+    store, load, send = beside_wide
+    load(1, 8, activate=False) if how == "never served" else None
+    load(2, 3)
+    if how != "never served":
+        load(3, 8, activate=how == "left by a rollback")
+    if how == "left by a rollback":
+        assert store.rollback("ctr") == 2
+    elif how == "withdrawn":
+        store.canary("ctr", 3, 0.5)
+        store.withdraw("ctr")
+    send()
+    scenes.housekeep(store)  # it is pruned before versions are caught up
+    ctr = store.model("ctr")
+    assert (ctr.problem, ctr.log.status()["entries"]) == (None, 0)
+
+
+def test_the_log_reaches_back_to_what_a_rollback_would_go_to(open_store, tmp_path):
+    """Whatever was rejected, and caught up, since."""
+    store = open_store(log_retention_s=0, keep_versions=9)
+    loaded(store, tmp_path, 1, 2, 3)
+    assert store.rollback("ctr") == 2
+    for seq in range(1, 6):
+        store.apply_delta(scenes.stamped(seq, {"item": [seq]}))
+        folded(store)
+        scenes.housekeep(store)
+    store.drop("ctr", 3)
+    scenes.housekeep(store)
+    assert store.model("ctr").log.status()["start"] == 0
+    assert store.rollback("ctr") == 1
+    rows = store.model("ctr").lookup("item_id", [1, 5])
+    assert rows.tolist() == [scenes.vector("item", seq, seq).tolist() for seq in (1, 5)]
+
+
+def test_a_version_that_cannot_be_built_again_does_not_hold_the_log_for_that(open_store, tmp_path, monkeypatch):
+    """It holds undone deltas, and the log does not reach back to its snapshot; by force it serves with them."""
+    store = open_store(keep_versions=9)
+    loaded(store, tmp_path, 1)
+    ctr = store.model("ctr")
+
+    def send(seq: int) -> None:
+        store.apply_delta(scenes.stamped(seq, {"item": [seq]}))
+        folded(store)
+
+    def prune() -> dict[str, int | None]:
+        with monkeypatch.context() as patch:
+            patch.setattr(store.shared.placement, "log_retention_s", 0)
+            scenes.housekeep(store)
+        return ctr.log.status()
+
+    send(1)
+    send(2)
+    assert prune()["start"] == 2
+    store.load_snapshot(scenes.write_snapshot(tmp_path, 2, delta_seq=2))
+    store.activate("ctr", 1)
+    send(3)
+    store.activate("ctr", 2)
+    store.rollback("ctr", to_seq=2)
+    assert ctr.catalogue.is_outdated(1)
+    send(4)
+    assert prune()["start"] == 3, "it has these"

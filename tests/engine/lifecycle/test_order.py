@@ -144,13 +144,15 @@ def test_a_number_that_is_loaded_anew_is_another_version(open_store, tmp_path: P
     assert store.rollback("ctr") == 21
 
 
-def test_the_quota_names_what_should_be_dropped_first(open_store, tmp_path: Path) -> None:
-    store = open_store(keep_versions=9, quotas={"ctr": {"versions": 2}})
-    load(store, tmp_path, 20)
-    load(store, tmp_path, 21)
-    store.rollback("ctr")
-    with pytest.raises(Conflict, match=r"drop one first: \[21, 20\]"):
-        load(store, tmp_path, 22)
+def test_the_quota_names_what_may_be_dropped_in_the_order_in_which_it_would_go(open_store, tmp_path: Path) -> None:
+    """What a rollback would go to is the last one, whatever its number, and what serves is not among them."""
+    store = open_store(keep_versions=9, quotas={"ctr": {"versions": 5}})
+    for version in (10, 30, 20, 40):
+        load(store, tmp_path, version)
+    load(store, tmp_path, 5, activate=False)
+    assert store.rollback("ctr") == 20
+    with pytest.raises(Conflict, match=r"drop one first: \[40, 5, 10, 30\]"):
+        load(store, tmp_path, 50)
 
 
 # --- the rule

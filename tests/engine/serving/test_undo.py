@@ -479,8 +479,6 @@ def test_ranges():
     assert undone.as_of(5, 9).ranges == ((6, 9),)
     assert undone.as_of(9, 9).ranges == ()
     assert [undone.range_of(seq) for seq in (3, 4, 9, 10)] == [None, (4, 9), (4, 9), None]
-    assert undone.with_last(6).ranges == ((4, 6),)
-    assert undone.with_last(3).ranges == ()
     assert Undone(((3, 9),)).differs_from(Undone(((6, 9),)), 0, 6)
     assert not Undone(((3, 9),)).differs_from(Undone(((6, 9),)), 6, 9)
     assert undone.differs_from(Undone(), 0, 4)
@@ -504,6 +502,3 @@ def test_ranges_by_history():
                 now = at_the_time[step] | {*range(step + 1, last + 1)}
                 undone = undone.as_of(step, last)
             assert {seq for first, end in undone.ranges for seq in range(first, end + 1)} == now, history
-            for cut in range(last + 1):
-                left = {seq for first, end in undone.with_last(cut).ranges for seq in range(first, end + 1)}
-                assert left == {seq for seq in now if seq <= cut}, (history, cut)

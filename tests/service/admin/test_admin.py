@@ -142,7 +142,7 @@ def test_a_load_beyond_the_quota_of_versions_is_a_job_that_fails(tmp_path: Path)
     ):
         assert load(http, write_snapshot(tmp_path, 1))["state"] == "done"
         job = load(http, write_snapshot(tmp_path, 2))
-    assert (job["state"], "its quota is 1; drop one first: [1]" in job["error"]) == ("failed", True)
+    assert (job["state"], "its quota is 1; it serves or loads them all" in job["error"]) == ("failed", True)
 
 
 def test_a_delta_out_of_turn_names_the_one_that_is_next(own: Own, tmp_path: Path) -> None:

@@ -28,7 +28,6 @@ from tierstore.engine.deltas.replay import missing, unfolded
 from tierstore.engine.events.observer import Observer
 from tierstore.engine.reads.view import View
 from tierstore.engine.serving.live import LiveViews
-from tierstore.engine.serving.record import StateRecord
 from tierstore.engine.serving.routing import Routing
 from tierstore.engine.versions.version import Version
 from tierstore.errors import Conflict, DeltaError, NotReady, SequenceGap, TooLarge
@@ -51,14 +50,13 @@ class DeltaPath:
         self,
         live: LiveViews,
         log: DeltaLog,
-        record: StateRecord,
         dense: DenseParts,
         specs_of: Callable[[int], Mapping[str, TableSpec] | None],
         observers: Sequence[Observer],
         room: DiskRoom,
     ) -> None:
         # constant after construction
-        self._live, self._log, self._record, self._room = live, log, record, room
+        self._live, self._log, self._room = live, log, room
         self._dense, self._specs_of, self._observers = dense, specs_of, observers
         self.newest_event = NewestEvent(log)
 
@@ -126,7 +124,7 @@ class DeltaPath:
         if self._log.digest(head.seq) != head.digest:
             return None
         with self._live.write:
-            if self._log.unusable is not None or self._log.digest(head.seq) != head.digest:
+            if self._log.digest(head.seq) != head.digest:
                 return None
             self._show_logged()
             return self._held_result(head.seq)
@@ -185,7 +183,6 @@ class DeltaPath:
         served: Routing,
     ) -> None:
         def log_it() -> None:
-            self._record.repair()  # or the next start might serve another version, without this delta
             by_view = list(zip(views, overlays, strict=True))
             passed_over = [view.version for view, overlay in by_view if overlay.passed_over]
             self._log.append(delta.seq, data, delta.digest, with_passed_over(origin, passed_over))
@@ -267,8 +264,8 @@ class DeltaPath:
             }
 
     def _check_log(self, delta: Delta, served: Routing) -> None:
-        """NotReady if the log is so damaged that it accepts no delta, or cannot say whether it had this one."""
-        why = self._log.unusable or (self._log.why_lost(delta.seq) if served.active is None else None)
+        """NotReady if the log cannot say whether it had this delta, and nothing serves."""
+        why = self._log.why_lost(delta.seq) if served.active is None else None
         if why is not None:
             raise NotReady(f"model {self._live.model!r} takes no delta {delta.seq}: {why}")
 

@@ -8,8 +8,8 @@ The model's document (`serving/document.py`) says where the log begins: entries 
 whether or not their files are gone already.
 
 A damaged log opens all the same, and reports it by `damage`. Lost entries cannot be read, so a version that lacks some
-of them is not served; a version that lacks none can be. If the directory cannot be read, or nothing says where the log
-begins, every entry counts as lost, and nothing is added or forgotten until it can, or the log begins again.
+of them is not served; a version that lacks none can be. If the directory or the document cannot be read, nothing of the
+model is served or changed.
 
 `log.end`, next to the log's directory, names the newest entry: if the log ends before it, the entries between are
 lost. It is written once an entry is durable, in place and without a flush of its own. So it never names an entry that
@@ -67,28 +67,22 @@ class DeltaLog:
         self._undone_noted: Age = (0, 0)  # in the newest entry of this process that says so
         self._entries: dict[int, str] = {}  # seq → digest, ascending
         self._lost: list[Lost] = []  # ascending
-        self.unusable: str | None = None  # why nothing may be added or forgotten: it is unknown where the log begins
         self._end = 0  # the number in that file; 0 without one
         self._in_doubt: list[tuple[int, Path]] = []  # entries that may have their names although they do not count
+        self.unreadable: StorageError | None = record.unreadable  # why it is unknown what its entries mean
+        found: list[tuple[int, str, Path]] = []
         try:
             files.make_dir(where.log)
             found = where.log_on_disk()
         except OSError as error:
-            self._give_up(f"delta log {where.log} cannot be used: {error}; mend that and start again", [])
-            self.last = MAX_ORDINAL  # there may be more than any version holds
-            return
+            self.unreadable = StorageError(f"delta log {where.log} cannot be used: {error}; mend that and start again")
         with contextlib.suppress(StorageError):  # files that cannot be removed do no harm
             files.sweep(where.log)
-        try:
-            self._end = _read_end(where)
-            record.check_readable()
-            self.start = record.document.log_start
-            if self.start is None and (found or self._end):
-                raise self._no_beginning()
-        except StorageError as error:
-            self._give_up(str(error), found)
-            return
-        if self.start is not None:
+        self._end, self.start = _read_end(where), record.document.log_start
+        if self.unreadable is not None:  # sources go on from there, once it is mended
+            self._entries = {seq: digest for seq, digest, _ in found}
+            self.start, self.last = None, max(self._entries, default=self._end)
+        elif self.start is not None:
             self._add_entries(self.start, found)
 
     def _add_entries(self, start: int, found: list[tuple[int, str, Path]]) -> None:
@@ -125,36 +119,14 @@ class DeltaLog:
     def _lose(self, first: int, last: int, why: str) -> None:
         self._lost.append(Lost(first, last, f"{why}, or load a snapshot whose delta_seq is {last} or larger"))
 
-    def _give_up(self, why: str, found: list[tuple[int, str, Path]]) -> None:
-        self._entries = {seq: digest for seq, digest, _ in found}
-        self.start, self.last, self.unusable = 0, max(self._entries, default=self._end), why
-        self.last = max(self.last, self._end)
-
-    def _no_beginning(self) -> Corruption:
-        return Corruption(
-            f"{self._where.state} does not say where the entries in {self._where.log} begin; restore what belongs "
-            "there, and start again, or load a snapshot that holds every delta"
-        )
-
-    def seen(self, watermark: int, *, from_log: bool) -> None:
-        """Learn that a version holds the deltas up to `watermark`: how far the log went, if nothing else says that.
-
-        `from_log`: they were not all in its snapshot, so the log had begun.
-        """
-        if self.start is None and from_log:
-            self._give_up(str(self._no_beginning()), [])
-        if self.unusable is not None and self.last is not None:
-            self.last = max(self.last, watermark)
-
     @property
     def damage(self) -> list[str]:
         """Faults of the log, and what to do."""
-        return [lost.why for lost in self._lost] if self.unusable is None else [self.unusable]
+        return [lost.why for lost in self._lost] if self.unreadable is None else [str(self.unreadable)]
 
     def status(self) -> dict[str, int | None]:
         """`start`, `last` (None if unknown), and how many `entries` there are."""
-        start, last = (self.start, self.last) if self.unusable is None else (None, None)
-        return {"start": start, "last": last, "entries": self.entries}
+        return {"start": self.start, "last": self.last, "entries": self.entries}
 
     def check(self) -> None:
         """Check the file that says where the log ends. StorageError if it cannot be read or is damaged."""
@@ -166,13 +138,13 @@ class DeltaLog:
 
     def lost_above(self, seq: int) -> str | None:
         """Why a version with the deltas up to `seq` cannot get the later ones; None if it can."""
-        if self.unusable is not None:
-            return self.unusable if seq < (self.last or 0) else None
         return next((lost.why for lost in self._lost if lost.last > seq), None)
 
     def why_lost(self, seq: int) -> str | None:
         """Why it is unknown what was acknowledged as delta `seq`; None if it is known."""
-        return self.unusable or next((lost.why for lost in self._lost if lost.first <= seq <= lost.last), None)
+        if self.unreadable is not None:
+            return str(self.unreadable)
+        return next((lost.why for lost in self._lost if lost.first <= seq <= lost.last), None)
 
     @property
     def undone(self) -> Undone:
@@ -207,11 +179,9 @@ class DeltaLog:
 
     def append(self, seq: int, data: bytes | memoryview, digest: str, origin: Origin | None = None) -> None:
         """Make an entry durable, with its origin. `seq` must be `last + 1`; on return both survive a crash."""
-        if self.unusable is not None:
-            raise Corruption(self.unusable)
         if self.last is None or seq != self.last + 1:
             raise AssertionError(f"append of {seq} after {self.last}")
-        self._record.repair()
+        self._record.repair()  # or the next start might serve another version, without this delta
         self._resolve_doubts()
         path, age = self._where.log_entry(seq, digest), self.undone.age
         if age != self._undone_noted:
@@ -345,7 +315,7 @@ class DeltaLog:
 
     def prune(self, upto: int) -> int:
         """Forget entries up to `upto`. Returns how many."""
-        drop = [] if self.unusable is not None else [seq for seq in self._entries if seq <= upto]
+        drop = [seq for seq in self._entries if seq <= upto]
         if drop:
             # the document first: a crash in between leaves files that the next start removes, never a gap
             self._record.publish(replace(self._record.document, log_start=drop[-1]))
@@ -353,7 +323,7 @@ class DeltaLog:
         return len(drop)
 
     def _forget_to(self, start: int, drop: list[int]) -> None:
-        self.start, self.unusable = start, None
+        self.start = start
         self._lost = [lost for lost in self._lost if lost.last > start]
         for path in [self._where.log_entry(seq, self._entries.pop(seq)) for seq in drop]:
             _remove(path)

@@ -204,7 +204,8 @@ class Catalogue:
         lines: list[tuple[int, int]] = []
         try:
             lines = self._where.versions_on_disk()
-            self._record.check_readable()
+            if self._log.unreadable is not None:
+                raise self._log.unreadable
             if self._copied:
                 self._log.check_undone()
         except OSError as error:

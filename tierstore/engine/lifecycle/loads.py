@@ -101,10 +101,13 @@ class Loads:
         there = {*self._catalogue.numbers, *self._catalogue.loading} - {number}
         most, order = settings.quota_of(name).versions, self._state.record.document.order
         if most is not None and len(there) >= most:
-            raise Conflict(
-                f"model {name!r} has {len(there)} versions, its quota is {most}; drop one first: "
-                f"{order.first_to_go(there)}"
+            free = order.first_to_go(there - {*served, *self._catalogue.loading})
+            what = (
+                f"drop one first: {free}"
+                if free
+                else "it serves or loads them all, so deactivate one or raise the quota"
             )
+            raise Conflict(f"model {name!r} has {len(there)} versions, its quota is {most}; {what}")
         # nothing drops these
         active = self._live.active_version
         waiting = sorted(n for n in there if is_waiting(n, active, order) and n not in served)

@@ -49,7 +49,6 @@ class Opener:
             except BaseException:
                 rows.close()
                 raise
-        self._note_watermark(info)
         return version
 
     @contextlib.contextmanager
@@ -106,7 +105,6 @@ class Opener:
                 contextlib.closing(open_records(info.where.db, self._shared.readers)) as disk,
             ):
                 info.learn(disk)
-            self._note_watermark(info)
         except Exception as error:  # noqa: BLE001 - whatever it is, the others serve; status and `verify` say so too
             log.error("model %s: version %d cannot be opened: %s", self._state.name, info.number, error)
 
@@ -250,9 +248,6 @@ class Opener:
 
     def _counts_of(self, table: str) -> LookupCounts:
         return self._counts.setdefault(table, LookupCounts())
-
-    def _note_watermark(self, info: VersionInfo) -> None:
-        self._state.log.seen(info.watermark, from_log=info.watermark > info.manifest.delta_seq)
 
 
 @contextlib.contextmanager

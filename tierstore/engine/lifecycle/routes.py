@@ -68,10 +68,6 @@ class Routes:
     ) -> StateDocument:
         state = self._state
         document = state.record.document
-        if undone is None:
-            undone = document.undone
-        if start is not None and state.log.unusable is not None:
-            undone = undone.with_last(start)  # later seqs will be given again
         accepted = dict(document.accepted)
         for info in state.catalogue.infos():
             if info.number not in routes.serving and info.dense_accepted_upto > info.watermark:
@@ -82,7 +78,7 @@ class Routes:
             document,
             routes=routes,
             order=document.order.after(document.routes.serving, routes.serving, left),
-            undone=undone,
+            undone=document.undone if undone is None else undone,
             log_start=document.log_start if start is None else start,
             loads={number: of for number, of in document.loads.items() if number not in routes.serving},
             accepted=accepted,
@@ -107,23 +103,13 @@ class Routes:
         live.set(served)
 
     def _new_start(self, active: View | None) -> int | None:
-        """The seq after which the log begins again, as the active version's snapshot reaches beyond it, or as nothing
-        says what it held; None if it goes on.
-
-        In the second case another version must become active: then everything that the log may have held is given up
-        or in that version.
+        """The seq after which the log begins, or begins again as the active version's snapshot reaches beyond it; None
+        if it goes on.
         """
         if active is None:
             return None
-        deltas, watermark = self._state.log, active.open_version.watermark
-        if deltas.unusable is not None:
-            return watermark if active.version != self._live.active_version else None
-        return watermark if deltas.last is None or watermark > deltas.last else None
-
-    def restart_log(self, active: View | None) -> None:
-        """Begin the log again if the active version needs that. Holds `write`."""
-        if (start := self._new_start(active)) is not None:
-            self._state.log.restart(start)
+        last, watermark = self._state.log.last, active.open_version.watermark
+        return watermark if last is None or watermark > last else None
 
     # --- the canary
 

@@ -68,6 +68,11 @@ def is_waiting(number: int, active: int | None, order: ServingOrder) -> bool:
     return number > (active or 0) and number not in order
 
 
+def is_to_serve(number: int, active: int | None, order: ServingOrder) -> bool:
+    """Whether a version that does not serve is to serve without being named: a rollback may go to it, or it waits."""
+    return number in order.served or is_waiting(number, active, order)
+
+
 def surplus_of(
     there: Iterable[int], active: int | None, used: Container[int | None], keep: int, order: ServingOrder
 ) -> list[int]:
@@ -84,7 +89,6 @@ def surplus_of(
         for number in sorted(there)
         if number != active and number not in used and not is_waiting(number, active, order)
     ]
-    never = [number for number in others if number not in order]
-    going = [*(n for n in order.rejected if n in others), *never, *(n for n in order.served if n in others)]
+    going = order.first_to_go(others)
     last = [number for number, _ in order.left[-1:] if number > active and number in order.rejected]
     return [number for number in going[: max(0, len(going) - keep)] if number not in last]

@@ -13,6 +13,7 @@ from tierstore.engine.events.changes import requester
 from tierstore.engine.lifecycle.drop import Drops
 from tierstore.engine.lifecycle.expiry import Expiry
 from tierstore.engine.lifecycle.opening import Opener
+from tierstore.engine.lifecycle.rules import is_to_serve
 from tierstore.engine.lifecycle.state import ModelState
 from tierstore.engine.placement import Act
 from tierstore.engine.versions.info import VersionInfo
@@ -32,6 +33,7 @@ class Tasks:
     def __init__(self, state: ModelState, opener: Opener, drops: Drops, stopping: Callable[[], bool]) -> None:
         self._state, self._opener, self._drops, self._stopping = state, opener, drops, stopping
         self._expiry = Expiry(state, stopping)
+        self._unfit: set[int] = set()  # kept versions that a delta of the log does not fit
 
     def by_problem(self) -> dict[str, Callable[[], None]]:
         """The tasks that the placement leaves to this node, in order, by the text for their failure."""
@@ -73,23 +75,34 @@ class Tasks:
         state, log_ = self._state, self._state.log
         with state.live.write:
             state.record.repair()
-            # a stale version that serves goes on from where the log begins
-            held = [
-                max(self._lowest_needed(info), log_.start or 0)
-                for info in state.catalogue.infos()
-                if not state.catalogue.is_stale(info) or info.number in state.live.served.versions
-            ]
+            infos = state.catalogue.infos()
+            held = [seq for info in infos if (seq := self._needed_after(info, log_.start or 0)) is not None]
             loading = [delta_seq for delta_seq, _ in state.catalogue.loading.values()]
             before, keep_s = log_.start, state.shared.placement.log_retention_s
             upto = may_go(log_.ages(), held, loading, before or 0, keep_s)
             if upto is not None and (dropped := log_.prune(upto)):
                 self._report("prune", deltas=dropped, before={"start": before}, after={"start": log_.start})
 
-    def _lowest_needed(self, info: VersionInfo) -> int:
-        """The seq above which a version needs the log; a version that must be built again needs it from its snapshot
-        on.
+    def _needed_after(self, info: VersionInfo, start: int) -> int | None:
+        """The seq above which the log, which begins after `start`, is kept for a version; None if it is not.
+
+        For what serves, what a rollback may go to and what waits to serve. For others as far as they can be caught up:
+        what somebody may want to look into does not make the log grow without end.
         """
-        return info.manifest.delta_seq if self._state.catalogue.is_outdated(info.number) else info.watermark
+        catalogue, number = self._state.catalogue, info.number
+        if number in self._state.live.served.versions:
+            return max(info.watermark, start)  # a stale one goes on from where the log begins
+        if catalogue.is_stale(info):
+            return None
+        to_serve = self._is_to_serve(number)
+        if number in self._unfit and not to_serve:
+            return None
+        loaded = info.manifest.delta_seq
+        rebuilt = catalogue.is_outdated(number) and to_serve and loaded >= start  # or that is over
+        return loaded if rebuilt else info.watermark
+
+    def _is_to_serve(self, number: int) -> bool:
+        return is_to_serve(number, self._state.live.active_version, self._state.record.document.order)
 
     def _remove_replaced(self) -> None:
         """Remove lines that no longer count, once nothing reads them."""
@@ -116,7 +129,12 @@ class Tasks:
                 try:
                     with self._opener.opened(info) as version:
                         catch_up(version, state.log, state.dense, lag=KEPT_LAG // 2)
+                    self._unfit.discard(info.number)
                 except DeltaError as error:
+                    self._unfit.add(info.number)
+                    if not self._is_to_serve(info.number):
+                        log.info("model %s: the log is not kept for version %d: %s", state.name, info.number, error)
+                        continue
                     failed.append(
                         f"version {info.number}: {error}; the log is kept for it from delta {info.watermark + 1} on: "
                         "drop it, or activate it with force, by which it passes over what does not fit"

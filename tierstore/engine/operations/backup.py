@@ -129,7 +129,7 @@ def _try_image(model: Model, to: ModelDirectory) -> tuple[int | None, int]:
             for info, disk in versions:
                 _version(info, disk, to.root / info.where.root.name)
             _link_log(state.log, model.where, to)
-            _link([path for path in _records(model.where) if files.exists(path)], model.where.root, to.root)
+            _link([model.where.state], model.where.root, to.root)
             if (end := files.read_bytes(model.where.log_end)) is not None:  # the one file that is written in place
                 files.publish_bytes(to.log_end, end)
             return state.live.active_version, state.log.last or 0
@@ -147,10 +147,6 @@ def _version(info: VersionInfo, disk: DiskTier, to: Path) -> None:
     moved = disk.watermark() != info.manifest.delta_seq  # its answers are no more those of the golden examples
     there = [path for path in files_of(root) if path.relative_to(root).parts[0] not in (DB, BUILD)]
     _link([path for path in there if not (moved and path.is_relative_to(golden))], root, to)
-
-
-def _records(where: ModelDirectory) -> list[Path]:
-    return [where.state]
 
 
 def _link_log(entries: DeltaLog, where: ModelDirectory, to: ModelDirectory) -> None:

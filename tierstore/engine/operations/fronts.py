@@ -294,7 +294,7 @@ class Fronts(Observer):
             log, active = held._model.state.log, held._model.active_version
             models[name] = {
                 "active": active,
-                "log": None if log.start is None or log.unusable else [log.start, log.last],
+                "log": None if log.start is None else [log.start, log.last],
                 "versions": {
                     str(number): {"line": line, "seq": view.seq} for number, (view, line) in held.newest().items()
                 },

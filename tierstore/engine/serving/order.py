@@ -68,9 +68,10 @@ class ServingOrder:
         return next((number for number in reversed(self.served) if number in versions), None)
 
     def first_to_go(self, versions: Iterable[int]) -> list[int]:
-        """Versions in the order in which they should be dropped: rejected ones first, then by number."""
-        rejected = self.rejected
-        return sorted(versions, key=lambda number: (number not in rejected, number))
+        """Versions in the order in which they go: rejected, never served, then those that served longest ago."""
+        there = set(versions)
+        never = [number for number in sorted(there) if number not in self]
+        return [number for number in (*self.rejected, *never, *self.served) if number in there]
 
     def without(self, versions: Container[int | None]) -> ServingOrder:
         """The same without versions that are gone, or serve again."""

@@ -41,14 +41,18 @@ class StateRecord:
         self.in_doubt = False  # whether the file may differ from what was published
 
     def _read(self) -> StateDocument:
+        where = self._where
         try:
-            return read_document(self._where, self._model)
+            document = read_document(where, self._model)
+            if document.log_start is None and (deltas := _deltas_in(where)):
+                raise Corruption(f"{where.state} does not say where the log begins, and there are {deltas}")
+            return document
         except NotFound:
-            what = _kept_in(self._where)
+            what = _kept_in(where)
             if what is None:
                 return StateDocument()
             raise Corruption(
-                f"{self._where.state} is missing, beside {what} (if an earlier release wrote this directory, the log "
+                f"{where.state} is missing, beside {what} (if an earlier release wrote this directory, the log "
                 f"of the start says which of its files is damaged); {self._what_to_do}"
             ) from None
         except Corruption as error:
@@ -113,10 +117,15 @@ class StateRecord:
 def _kept_in(where: ModelDirectory) -> str | None:
     """What there is in a model's directory that a document must be beside; None for a new model."""
     try:
-        if versions := where.versions_on_disk():
-            return f"version {versions[-1][0]}"
-        if files.exists(where.log_end) or where.log_on_disk():
-            return f"deltas in {where.log}"
+        versions = where.versions_on_disk()
     except OSError as error:
         return f"what cannot be read ({error})"
-    return None
+    return f"version {versions[-1][0]}" if versions else _deltas_in(where)
+
+
+def _deltas_in(where: ModelDirectory) -> str | None:
+    try:
+        there = files.exists(where.log_end) or where.log_on_disk()
+    except OSError as error:
+        return f"what cannot be read ({error})"
+    return f"deltas in {where.log}" if there else None

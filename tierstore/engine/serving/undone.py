@@ -61,14 +61,6 @@ class Undone:
         before = _before(self.rollbacks, last)
         return replace(self, rollbacks=(*before, (seq, last)) if seq < last else before)
 
-    def with_last(self, last: int) -> Undone:
-        """The same record, for a log that ends with `last`."""
-        kept = self.rollbacks
-        while kept and kept[-1][1] > last:
-            to = kept[-1][0]
-            kept = (*_before(kept, last), (to, last)) if to < last else _before(kept, to)
-        return self if kept == self.rollbacks else replace(self, rollbacks=kept)
-
     def differs_from(self, other: Undone, low: int, high: int) -> bool:
         """Whether of the seqs above `low` and up to `high` others are undone here than there."""
         return self.within(low, high) != other.within(low, high)

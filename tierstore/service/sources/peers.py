@@ -224,7 +224,7 @@ class Peers:
         log = model.log
         if theirs.damage is not None:
             raise TooFarBehind(f"{peer}: its log of {model.name!r} is damaged: {theirs.damage}")
-        if None in (theirs.start, theirs.last, log.start, log.last, model.active_version) or log.unusable:
+        if None in (theirs.start, theirs.last, log.start, log.last, model.active_version):
             return  # nothing to compare; the model's own problem reports the fault
         ours, there = (log.start or 0, log.last or 0), (theirs.start or 0, theirs.last or 0)
         if there[0] > ours[1]:

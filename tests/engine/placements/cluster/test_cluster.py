@@ -20,6 +20,7 @@ from tierstore.engine.deltas import incoming
 from tierstore.engine.placements.cluster import ingester
 from tierstore.engine.placements.following import follower
 from tierstore.engine.store import Store
+from tierstore.errors import Conflict
 from tierstore.formats.delta.reader import read_delta
 from tierstore.tiers.remote.write import Writer
 from tierstore.tiers.ssd import index as ssd_index
@@ -61,6 +62,35 @@ def test_what_served_last_is_kept_and_served_by_a_rollback_of_any_node(open_node
     assert again.status()["models"]["ctr"]["rollback_to"] == 20
     assert again.rollback("ctr") == 20
     check(again, "item", range(10), 4)
+
+
+def test_a_number_that_was_dropped_and_is_loaded_again_has_not_served(open_node: OpenNode, tmp_path: Path) -> None:
+    store = open_node(keep_versions=9)
+    for version in (1, 2):
+        store.load_snapshot(scenes.write_snapshot(tmp_path, version, stamp=version))
+    store.drop("ctr", 1)
+    scenes.eventually(lambda: list(member(store).shared.versions()) == [2], "it is gone", 60)
+    store.load_snapshot(scenes.write_snapshot(tmp_path / "again", 1, stamp=5), activate=False)
+    with pytest.raises(Conflict, match="no version that served before 2"):
+        open_node("b", keep_versions=9).rollback("ctr")
+    assert store.status()["models"]["ctr"]["rollback_to"] is None
+
+
+def test_a_rejected_version_whose_rows_are_lost_does_not_hold_the_log(
+    open_node: OpenNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ingester, "CLEAN_EVERY_S", 0.1)
+    store = open_node(keep_versions=9, log_retention_s=0)
+    for version in (1, 2):
+        store.load_snapshot(scenes.write_snapshot(tmp_path, version))
+    assert store.rollback("ctr") == 1
+    with store.placement.open_writer("ctr", 2, {}, store.model("ctr").catalogue.info(2).tags) as writer:  # type: ignore[attr-defined]
+        writer.drop(pause_s=0)
+    shared = member(store).shared
+    scenes.eventually(lambda: "tags are gone" in (member(store).ingester.problem or ""), "it is noticed", 60)
+    for seq in range(1, 4):
+        store.apply_delta(scenes.stamped(seq, {"item": range(10)}))
+    scenes.eventually(lambda: not shared.read(0, 9), "every delta is in the rows of what serves", 60)
 
 
 def test_a_node_decodes_a_delta_once(open_node: OpenNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from tierstore.engine.data.dense_head import GONE
 from tierstore.engine.data.overlay import Overlay, encode_delta
 from tierstore.engine.deltas.incoming import DecodedDeltas
 from tierstore.engine.deltas.retention import may_go
-from tierstore.engine.lifecycle.rules import surplus_of
+from tierstore.engine.lifecycle.rules import is_to_serve, surplus_of
 from tierstore.engine.model import Model
 from tierstore.engine.placements.cluster.shared_model import SharedModel
 from tierstore.engine.placements.cluster.target import CLAIM_S, LOADING, READY, Writers
@@ -304,8 +304,12 @@ class Ingester:
         if not entries or not self._reached:
             return
         held, loading = [], []
+        order = pointer.order_of(number for number, record in records.items() if record["state"] == READY)
         for number, record in records.items():
             if record["state"] == READY:
+                serves = number in (pointer.current, pointer.canary, pointer.wanted)
+                if number in self._failed and not serves and not is_to_serve(number, pointer.current, order):
+                    continue  # what was rejected does not fill the cluster's memory
                 loaded = int(record["record"]["manifest"]["delta_seq"])
                 held.append(self._reached.get(number, max(loaded, pointer.marks.get(number, 0))))
             elif record["state"] == LOADING and "delta_seq" in record:

@@ -5,7 +5,7 @@ Any thread may call. An acknowledged change is in the cluster, and this node ser
 
 from __future__ import annotations
 
-import json
+import contextlib
 import logging
 import threading
 import time
@@ -27,7 +27,7 @@ from tierstore.engine.lifecycle.rules import (
 from tierstore.engine.model import Model
 from tierstore.engine.placement import ModelPlacement, Refusals
 from tierstore.engine.placements.cluster.ingester import DROPPING, Ingester
-from tierstore.engine.placements.cluster.shared_model import Commands, Recovering, SharedModel
+from tierstore.engine.placements.cluster.shared_model import Commands, Recovering, SharedModel, order_text
 from tierstore.engine.placements.cluster.target import READY, ClusterTarget, Writers
 from tierstore.engine.placements.following.followed import Forked, Pointer
 from tierstore.engine.placements.following.follower import Follower
@@ -42,7 +42,6 @@ log = logging.getLogger(__name__)
 PREPARE_S = 600.0  # how long a switch waits until every node has made the version ready
 VISIBLE_S = 30.0  # how long a delta may take until this node serves it
 _PAUSE_S = 0.05  # between two tries to append
-_TRIES = 50  # of a change that loses to others
 
 
 class ClusterModel:
@@ -228,19 +227,20 @@ class ClusterModel:
 
     def _announce(self, number: int, expected_active: int | None) -> Pointer | None:
         """Have all nodes make a version ready. Returns the new pointer, None for the version that is current."""
-        for _ in range(_TRIES):
-            pointer = self.shared.pointer()
+
+        def wanted(pointer: Pointer) -> dict[str, float | str | None]:
             if pointer.current == number:
-                return None
+                return {}
             check_expected(self.model.name, expected_active, pointer.current)
             if pointer.wanted not in (None, number):
                 raise Conflict(
                     f"model {self.model.name!r} is being switched to version {pointer.wanted}; wait until that is over"
                 )
-            if pointer.wanted == number or self.shared.change(pointer, wanted=number):
-                self.follower.wake()
-                return self.shared.pointer()
-        raise Conflict(f"model {self.model.name!r}: others change it all the time; try again")
+            return {} if pointer.wanted == number else {"wanted": number}
+
+        self._change(wanted)
+        pointer = self.shared.pointer()
+        return None if pointer.current == number else pointer
 
     def _await_nodes(self, number: int, generation: int, progress: ProgressFn) -> None:
         """Wait until every node that reports is ready; a node that is gone is not waited for."""
@@ -272,7 +272,7 @@ class ClusterModel:
         seq = max(self.model.catalogue.info(number).manifest.delta_seq, pointer.seq or 0)
         order = self._order(pointer).after((pointer.current, pointer.canary), (number, None), left)
         return {
-            "current": number, "wanted": None, "canary": None, "share": None, "seq": seq, "left": _text(order),
+            "current": number, "wanted": None, "canary": None, "share": None, "seq": seq, "left": order_text(order),
         }  # fmt: skip
 
     def _order(self, pointer: Pointer) -> ServingOrder:
@@ -283,18 +283,12 @@ class ClusterModel:
 
     def _change(self, changes: Callable[[Pointer], dict[str, float | str | None]]) -> None:
         """Change the pointer, given its state at that moment."""
-        for _ in range(_TRIES):
-            pointer = self.shared.pointer()
-            if self.shared.change(pointer, **changes(pointer)):
-                self.follower.wake()
-                return
-        raise Conflict(f"model {self.model.name!r}: others change it all the time; try again")
+        self.shared.update(changes)
+        self.follower.wake()
 
     def _withdraw(self, number: int) -> None:
-        for _ in range(_TRIES):
-            pointer = self.shared.pointer()
-            if pointer.wanted != number or self.shared.change(pointer, wanted=None):
-                return
+        with contextlib.suppress(Conflict):
+            self.shared.update(lambda pointer: {"wanted": None} if pointer.wanted == number else {})
 
     def rollback(self, *, force: bool, expected_active: int | None, progress: ProgressFn) -> int:
         """Go back to the version that served last. Returns it. Errors as `Store.rollback`."""
@@ -365,7 +359,7 @@ class ClusterModel:
 
     def _withdrawn(self, pointer: Pointer) -> dict[str, float | str | None]:
         order = self._order(pointer).after((pointer.current, pointer.canary), (pointer.current, None), WITHDRAWN)
-        return {"canary": None, "share": None, "left": _text(order)}
+        return {"canary": None, "share": None, "left": order_text(order)}
 
     def _rollback_to(self, pointer: Pointer) -> int | None:
         """What a rollback would go to, of the versions that this node knows."""
@@ -392,8 +386,3 @@ class ClusterModel:
             "ingester": self.ingester.epoch is not None,
             "epoch": self.ingester.epoch,
         }
-
-
-def _text(order: ServingOrder) -> str:
-    """An order as a field of the pointer."""
-    return json.dumps(order.document())

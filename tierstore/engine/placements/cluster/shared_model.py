@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import xxhash
@@ -21,6 +21,7 @@ from tierstore.errors import Conflict, NotFound, NotReady, Overloaded, SequenceG
 from tierstore.tiers.answers import reading
 
 MODELS = b"ts:models"  # a set: the names of all models
+_TRIES = 50  # of a change that loses to others
 
 
 _reading = reading("what the cluster has of a model")
@@ -83,6 +84,23 @@ class SharedModel:
         words = [word for name, value in changes.items() for word in (name, "" if value is None else value)]
         seq = "" if before.seq is None else before.seq
         return bool(self._run(scripts.CHANGE, [self._current], before.generation, seq, *words))
+
+    def update(self, changes: Callable[[Pointer], Mapping[str, float | str | None]]) -> None:
+        """Set fields of the pointer, given its state at that moment; nothing if there are none. Conflict."""
+        for _ in range(_TRIES):
+            pointer = self.pointer()
+            fields = changes(pointer)
+            if not fields or self.change(pointer, **fields):
+                return
+        raise Conflict(f"model {self.name!r}: others change it all the time; try again")
+
+    def forget_order(self, number: int) -> None:
+        """Take a number out of the order of serving: what is loaded under it now has not served."""
+        self.update(
+            lambda p: (
+                {} if p.order is None or number not in p.order else {"left": order_text(p.order.without([number]))}
+            )
+        )
 
     # --- versions
 
@@ -301,6 +319,11 @@ class SharedModel:
 def model_names(cluster: Commands) -> list[str]:
     """The names of a cluster's models, sorted."""
     return sorted(name.decode() for name in cluster.call("SMEMBERS", MODELS))
+
+
+def order_text(order: ServingOrder) -> str:
+    """An order as a field of the pointer."""
+    return json.dumps(order.document())
 
 
 def _natural(text: Any) -> int:

@@ -97,6 +97,7 @@ class ClusterTarget:
         self._begin_record(manifest, before, record)
 
     def _begin_record(self, manifest: Manifest, before: dict[str, Any] | None, record: dict[str, Any]) -> None:
+        self._shared.forget_order(manifest.version)
         if not self._shared.record(manifest.version, before, record):
             raise Conflict(f"version {manifest.version} of {self._shared.name!r} is being loaded by another node")
         self._record = record

@@ -75,12 +75,11 @@ class Starter:
         state = self._state
         info = self._current_info(current)
         self._check_copied(info)
-        if state.log.unusable is None:
-            info.dense_accepted_upto = state.log.last or 0
+        info.dense_accepted_upto = state.log.last or 0
         recorded = state.record.document.routes
         self._serve_active(info, recorded)
         if recorded.canary is not None:
-            self._serve_canary(recorded.canary, recorded)
+            self._serve_canary(recorded.canary, recorded.share)
 
     def _current_info(self, current: int) -> VersionInfo:
         catalogue = self._state.catalogue
@@ -95,30 +94,21 @@ class Starter:
         return info
 
     def _serve_active(self, info: VersionInfo, recorded: RoutingRecord) -> None:
-        state = self._state
-        labels = _labels_of(info, recorded)
+        # the canary stays on record until it is there as well
+        awaited = None if recorded.canary is None else _labelled(recorded, recorded.canary)
         with (
             self._opener.warmed(info, [], force=True, progress=ignore, start=True) as version,
-            state.live.write,
+            self._state.live.write,
             self._opener.last_view(version, force=True, start=True) as view,
         ):
-            active = Routing(view, labels=labels)
-            if recorded.canary is None and self._routes.problem is None and state.log.unusable is None:
-                self._routes.publish(active)
-                return
-            # the record stays as it is until the canary is there as well, and the log if nothing says what it held
-            if state.log.unusable is None:
-                self._routes.restart_log(active.active)
-            state.live.set(active)
+            self._routes.publish(Routing(view, labels=_labelled(recorded, info.number).labels), awaited)
 
-    def _serve_canary(self, number: int, recorded: RoutingRecord) -> None:
+    def _serve_canary(self, number: int, share: float) -> None:
         """Serve the recorded canary. A failure is reported, and everything else goes on."""
-        labels = {name: other for name, other in recorded.labels.items() if other != recorded.active}
-        self._routes.awaited = replace(recorded, labels=labels)
         try:
             info = self._state.catalogue.info(number)
             self._check_copied(info)
-            self._switcher.add_canary(info, recorded.share, force=True, progress=ignore, start=True)
+            self._switcher.add_canary(info, share, force=True, progress=ignore, start=True)
         except TierstoreError as error:
             self._routes.problem = f"the canary, version {number}, is not served: {error}"
             log.exception("model %s: %s", self._state.name, self._routes.problem)
@@ -128,5 +118,6 @@ class Starter:
             check_version(self._state, info)
 
 
-def _labels_of(info: VersionInfo, recorded: RoutingRecord) -> dict[str, int]:
-    return {name: number for name, number in recorded.labels.items() if number == info.number}
+def _labelled(recorded: RoutingRecord, version: int) -> RoutingRecord:
+    """The record with the labels of one version."""
+    return replace(recorded, labels={name: number for name, number in recorded.labels.items() if number == version})
