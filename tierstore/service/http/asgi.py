@@ -31,7 +31,8 @@ from tierstore.service.http.messages import (
     Scope,
     without_name,
 )
-from tierstore.service.limits.slow_clients import ENDING_S, FINISH_S, HANDSHAKE_S
+from tierstore.service.http.tls_transport import TlsTransport
+from tierstore.service.limits import slow_clients
 from tierstore.service.tls import Tls
 from tierstore.wire.http1.frame import MOST_HEAD_BYTES
 
@@ -104,7 +105,7 @@ class UvicornListener:
         self._path = Path(sock.getsockname()) if sock.family == socket.AF_UNIX else None
         self._listener = Listener(sock, bounds.limit, self._begin)
         self._connections: set[BoundedConnection] = set()
-        self._opening: set[asyncio.Task[None]] = set()  # connections in their handshake
+        self._opening: set[asyncio.Task[None]] = set()
         self._task: asyncio.Task[None] | None = None
         self._config = uvicorn.Config(
             Asgi(
@@ -124,7 +125,7 @@ class UvicornListener:
             proxy_headers=False,
             server_header=False,
             timeout_keep_alive=math.ceil(bounds.idle_s),
-            timeout_graceful_shutdown=FINISH_S,
+            timeout_graceful_shutdown=slow_clients.FINISH_S,
             h11_max_incomplete_event_size=MOST_HEAD_BYTES,
         )
         self._server = uvicorn.Server(self._config)
@@ -185,12 +186,9 @@ class UvicornListener:
         return H11Protocol(self._config, self._server.server_state, {CONNECTION: connection})
 
     async def _open(self, sock: socket.socket, connection: BoundedConnection) -> None:
-        """Serve a connection, after its handshake where it has one."""
-        context = None if self._tls is None else self._tls.for_python()
-        limits = {} if context is None else {"ssl_handshake_timeout": HANDSHAKE_S, "ssl_shutdown_timeout": ENDING_S}
-        loop = asyncio.get_running_loop()
+        protocol = connection if self._tls is None else TlsTransport(self._tls.for_python(), connection)
         try:
-            await loop.connect_accepted_socket(lambda: connection, sock, ssl=context, **limits)
-        except OSError:  # the client has gone, or speaks no TLS
+            await asyncio.get_running_loop().connect_accepted_socket(lambda: protocol, sock)
+        except OSError:  # the client has gone
             sock.close()
             connection.count_off()

@@ -4,8 +4,8 @@ uvicorn parses requests and writes answers; it has no limits of its own for a cl
 does not read. So each connection has this around the protocol. After every event it looks at what its client owes (a
 request, the rest of one, an answer's reading), and until when; the bytes that are not read count in `max_inflight`.
 
-    WAITING ──► HEAD ──► BODY ──► SERVED ──► WAITING      CLOSING: the last answer has been given
-       idle      └─ arrival ─┘    no limit
+    HANDSHAKE ──► WAITING ──► HEAD ──► BODY ──► SERVED ──► WAITING or CLOSING, behind the last answer
+                    idle       └─ arrival ─┘    no limit
 
 Event loop only.
 """
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
 _LOOK_S = 0.25  # between two looks at an answer that is not read
-_ANSWER_S = 1.0  # for the 408 of a body that is late
 
 
 class Phase(Enum):
     """What a connection waits for."""
 
+    HANDSHAKE = "TLS to begin"
     WAITING = "a request"
     HEAD = "the rest of a head"
     BODY = "the rest of a body"
@@ -82,7 +82,7 @@ class BoundedConnection(asyncio.Protocol):
         self._protocol = make(self)
         self._transport: asyncio.Transport | None = None  # with TLS there is none before the handshake is over
         self._with_tls = self._lost = self._counted_off = False
-        self._phase, self._since_s = Phase.WAITING, self._loop.time()
+        self._phase, self._since_s = Phase.HANDSHAKE, self._loop.time()
         self._began_s = self._since_s
         self._finish_s: float | None = None  # the service ends: no client has longer
         self._dropped = 0  # bytes behind the last answer
@@ -93,6 +93,7 @@ class BoundedConnection(asyncio.Protocol):
         self._timer: asyncio.TimerHandle | None = None
         if not refused:
             bounds.limit.silent.add(self._host, self.abort)
+        self._look()
 
     # --- for the application
 
@@ -127,8 +128,6 @@ class BoundedConnection(asyncio.Protocol):
     def finish(self) -> None:
         """Give the client a little time for what it sends or reads: the service ends."""
         self._finish_s = self._loop.time() + slow_clients.ENDING_S
-        if self._transport is None:
-            self.abort()
         self._look()
 
     def hand_on(self, serve_connection: Callable[[int], None]) -> None:
@@ -170,13 +169,14 @@ class BoundedConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._transport, self._with_tls = transport, transport.get_extra_info("sslcontext") is not None
         transport.set_write_buffer_limits(high=0)  # else nobody says when all has left
-        self._since_s = self._loop.time()
+        self._phase, self._since_s = Phase.WAITING, self._loop.time()
         self._protocol.connection_made(_ServedTransport(transport, self._look_soon, self._close))
         self._look()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.count_off()
-        self._protocol.connection_lost(exc)
+        if self._transport is not None:
+            self._protocol.connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         if self._phase is Phase.CLOSING:
@@ -200,11 +200,12 @@ class BoundedConnection(asyncio.Protocol):
 
     def _look(self) -> None:
         """Note what the client owes now, and end the connection if its time is over."""
-        if self._transport is None or self._lost:
+        if self._lost:
             return
         now_s = self._loop.time()
-        self._note_phase(now_s)
-        self._note_unread(now_s)
+        if self._transport is not None:
+            self._note_phase(self._transport, now_s)
+            self._note_unread(self._transport, now_s)
         until_s = self._deadline_s()
         if until_s is None:
             return
@@ -228,8 +229,8 @@ class BoundedConnection(asyncio.Protocol):
         """Look once the event loop has sent what it can."""
         self._loop.call_soon(self._look)
 
-    def _note_phase(self, now_s: float) -> None:
-        phase = self._current_phase()
+    def _note_phase(self, transport: asyncio.Transport, now_s: float) -> None:
+        phase = self._current_phase(transport)
         if phase is self._phase:
             return
         if (self._phase, phase) != (Phase.HEAD, Phase.BODY):
@@ -240,10 +241,9 @@ class BoundedConnection(asyncio.Protocol):
         else:
             self._bounds.limit.silent.discard(self._host, self.abort)
 
-    def _current_phase(self) -> Phase:
-        assert self._transport is not None
+    def _current_phase(self, transport: asyncio.Transport) -> Phase:
         connection = self._protocol.conn
-        if self._phase is Phase.CLOSING or self._transport.is_closing():
+        if self._phase is Phase.CLOSING or transport.is_closing():
             return Phase.CLOSING
         if connection.their_state is h11.SEND_BODY:
             return Phase.BODY
@@ -251,11 +251,9 @@ class BoundedConnection(asyncio.Protocol):
             return Phase.HEAD if connection.trailing_data[0] else Phase.WAITING
         return Phase.SERVED
 
-    def _note_unread(self, now_s: float) -> None:
-        assert self._transport is not None
-        size = self._transport.get_write_buffer_size()
-        # TLS has a buffer of its own beneath, which shows in that of the system alone
-        unread = size + _queued_bytes(self._socket) if size or self._with_tls else 0
+    def _note_unread(self, transport: asyncio.Transport, now_s: float) -> None:
+        size = transport.get_write_buffer_size()
+        unread = size + _queued_bytes(self._socket) if size else 0
         self._hold(size)
         if not unread:
             if self._unread and self._phase is Phase.WAITING:
@@ -280,14 +278,16 @@ class BoundedConnection(asyncio.Protocol):
         if self._unread:
             in_all_s = slow_clients.STALL_S + self._answer / slow_clients.SLOWEST_RATE
             until_s = [self._read_s + bounds.stall_s(), self._answered_s + in_all_s]
-        if self._phase in (Phase.HEAD, Phase.BODY):
-            answer_s = _ANSWER_S if self._phase is Phase.BODY else 0.0
+        if self._phase is Phase.HANDSHAKE:
+            until_s.append(self._since_s + slow_clients.HANDSHAKE_S)
+        elif self._phase in (Phase.HEAD, Phase.BODY):
+            answer_s = slow_clients.ENDING_S if self._phase is Phase.BODY else 0.0  # for the 408 to be sent
             until_s.append(self._since_s + bounds.arrival_s + answer_s)
         elif self._phase is Phase.WAITING and not self._unread:
             until_s.append(self._since_s + bounds.idle_s)
         elif self._phase is Phase.CLOSING and not self._unread:
             until_s.append(max(self._since_s, self._read_s) + slow_clients.ENDING_S)
-        if self.refused and self._phase is not Phase.CLOSING:
+        if self.refused and self._phase is not Phase.CLOSING and not self._unread:
             until_s.append(self._began_s + min(slow_clients.TURN_OFF_S, bounds.idle_s))
         if self._finish_s is not None and until_s:
             until_s.append(self._finish_s)
@@ -295,8 +295,7 @@ class BoundedConnection(asyncio.Protocol):
 
     def _end(self) -> None:
         """End the connection of a client whose time is over."""
-        assert self._transport is not None
-        if self._phase in (Phase.WAITING, Phase.HEAD) and not self._unread:
+        if self._transport is not None and self._phase in (Phase.WAITING, Phase.HEAD) and not self._unread:
             self._transport.close()
             self._look()
         else:

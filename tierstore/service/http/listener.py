@@ -12,8 +12,8 @@ from functools import partial
 from typing import Any
 
 from tierstore.service.http.connection_limit import ConnectionLimit
+from tierstore.service.limits import slow_clients
 from tierstore.service.limits.silent import host_of
-from tierstore.service.limits.slow_clients import BACKLOG, HANDSHAKE_S
 from tierstore.service.openssl import WANTS_READ, Context, Session
 from tierstore.service.tls import Tls, has_ended
 
@@ -39,7 +39,7 @@ class Listener:
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._socket.setblocking(False)
-        self._socket.listen(BACKLOG)
+        self._socket.listen(slow_clients.BACKLOG)
         self._loop.add_reader(self._socket, self._accept)
 
     def stop(self) -> None:
@@ -137,7 +137,7 @@ async def handshake(sock: socket.socket, context: Context) -> Session:
     loop, fd = asyncio.get_running_loop(), sock.fileno()
     session = context.session(fd)
     try:
-        async with asyncio.timeout(HANDSHAKE_S):
+        async with asyncio.timeout(slow_clients.HANDSHAKE_S):
             while (wanted := session.accept()) is not None:
                 await _ready(loop, fd, wanted)
         session.names, end_s = session.certificate()
