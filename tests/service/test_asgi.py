@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import httpx
 import numpy as np
 import pytest
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 import tierstore
 from tests.service.conftest import eventually, settings_for
@@ -135,10 +137,10 @@ def test_with_uvicorn_too_the_name_in_the_target_is_the_one_that_counts(tmp_path
 
 def test_uvicorn_is_used_as_it_comes() -> None:
     """No class of ours is one of uvicorn's, and no private name of it is read."""
-    assert uvicorn.Server.__subclasses__() == uvicorn.Config.__subclasses__() == []
-    text = (Path(tierstore.__file__).parent / "service/http/asgi.py").read_text(encoding="utf-8")
-    assert "_server._" not in text
-    assert "from uvicorn" not in text
+    assert [of.__subclasses__() for of in (uvicorn.Server, uvicorn.Config, H11Protocol)] == [[], [], []]
+    for module in ("asgi", "bounded"):
+        text = (Path(tierstore.__file__).parent / f"service/http/{module}.py").read_text(encoding="utf-8")
+        assert not re.search(r"_(server|config|protocol)\._", text)
 
 
 def test_a_stop_answers_what_uvicorn_has(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ import tierstore
 from tests.certificates import Authority
 from tests.mounts import ROOT, bare, needs_mounts, read_only
 from tests.service.conftest import eventually, settings_for
+from tests.service.raw_clients import request
 from tests.service.scenes import write_small
 from tierstore import kernels
 from tierstore.engine.store import Store
@@ -90,6 +91,50 @@ def test_python_answers_until_the_kernels_are_compiled(store: Store, compiling: 
             return opened > 0 and handed > 0
 
         eventually(received, "a reactor has received the connection and a request on it")
+
+
+def test_an_idle_connection_is_given_to_reactors_as_it_is(store: Store, compiling: Compiling) -> None:
+    with (
+        ServerThread(store) as server,
+        socket.create_connection(("127.0.0.1", server.port), timeout=60) as asked,
+        socket.create_connection(("127.0.0.1", server.port), timeout=60) as silent,
+    ):
+        asked.sendall(request("/v2"))
+        assert asked.recv(1 << 16).startswith(b"HTTP/1.1 200")
+        limit: Any = server.service.connection_limit
+        eventually(lambda: limit.open == 2, "both to be counted")
+        compiling.end()
+        eventually(lambda: of_reactors(server)[0] == limit.open == 2, "reactors to have both")
+        for number, one in enumerate((asked, silent)):
+            one.sendall(request("/v2"))
+            answer = one.recv(1 << 16)
+            assert answer.startswith(b"HTTP/1.1 200")
+            assert b"connection: close" not in answer.lower()
+            assert of_reactors(server)[1] == number + 1, "a reactor has handed it on"
+
+
+def test_a_request_under_way_at_the_hand_over_is_answered_or_ended_in_its_time(
+    tmp_path: Path, compiling: Compiling
+) -> None:
+    with Store(settings_for(tmp_path)) as store, ServerThread(store) as server:
+        with (
+            socket.create_connection(("127.0.0.1", server.port), timeout=60) as slow,
+            socket.create_connection(("127.0.0.1", server.port), timeout=60) as half,
+        ):
+            slow.sendall(request("/v2")[:-1])
+            half.sendall(request("/v2")[:9])
+            limit: Any = server.service.connection_limit
+            eventually(lambda: limit.open == 2, "both to be counted")
+            compiling.end()
+            eventually(lambda: state(server) == "running", "reactors have started")
+            slow.sendall(request("/v2")[-1:])
+            answer = slow.recv(1 << 16)
+            assert answer.startswith(b"HTTP/1.1 200")
+            assert b"connection: close" in answer.lower()
+            server._http._plain_servers[0]._bounds.arrival_s = 0.0
+            half.sendall(b"x")
+            assert half.recv(1) == b""
+        eventually(lambda: limit.open == 0, "nothing is left of them")
 
 
 def test_a_service_that_starts_compiles_no_kernel_of_reactors_itself(

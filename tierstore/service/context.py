@@ -132,6 +132,7 @@ class Service:
         self.jobs = Jobs(store, lambda model: settings.quota_of(model).loads)
         self.sources: dict[str, ChangeSource] = {}  # by the name in the status
         self.connection_limit: ServicePart | None = None  # if HTTP is served
+        self.admin_connections: ServicePart | None = None  # if `admin_listen` is served
         self.reactors: ServicePart | None = None  # if HTTP is served
         self.reactors_state: str | None = None  # if there are reactors: "compiling", "running", "failed"
         self.http2_state = "compiling"  # the same for HTTP/2 and gRPC
@@ -189,8 +190,8 @@ class Service:
 
     def parts(self) -> list[ServicePart]:
         """The optional parts of this service."""
-        there = [part for part in (self.connection_limit, self.reactors, self.calls) if part is not None]
-        return [self.access, *there, *self.sources.values()]
+        parts = self.connection_limit, self.admin_connections, self.reactors, self.calls
+        return [self.access, *(part for part in parts if part is not None), *self.sources.values()]
 
     def refresh(self) -> None:
         """Bring the stats up to date. Any thread."""

@@ -23,7 +23,6 @@ from tierstore.service.http.messages import Receive, Response, Scope, body_deadl
 from tierstore.service.http.middleware import AccessCheck, RequestLogging
 from tierstore.service.http.oip import OipHttp
 from tierstore.service.http.tfserving import TfsHttp
-from tierstore.service.limits import slow_clients
 from tierstore.types import NAME
 
 ADMIN_BODY_BYTES = 1 << 20  # of any request but a delta
@@ -59,13 +58,13 @@ class _Root:
         is_delta = scope["method"] == "POST" and _DELTAS.fullmatch(scope["path"]) is not None
         remaining = sys.maxsize if is_delta else ADMIN_BODY_BYTES  # `max_delta` is checked where it is read
         # From here on: the admin interface may begin with the first request, and the connection is reset soon after.
-        until, more = asyncio.get_running_loop().time() + slow_clients.BODY_S, True
+        since, more = asyncio.get_running_loop().time(), True
 
         async def bounded() -> MutableMapping[str, Any]:
             nonlocal remaining, more
             if not more:
                 return await receive()
-            async with body_deadline(until):
+            async with body_deadline(since):
                 message = await receive()
             remaining -= len(message.get("body", b""))
             more = message.get("more_body", False)

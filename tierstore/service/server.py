@@ -32,9 +32,10 @@ from tierstore.service.addresses import Ports, url_of
 from tierstore.service.admin.application import AdminApplication
 from tierstore.service.context import Service
 from tierstore.service.http.asgi import UvicornListener
-from tierstore.service.http.connection_limit import ConnectionLimit, ConnectionRefusal
+from tierstore.service.http.bounded import Bounds
+from tierstore.service.http.connection_limit import ConnectionLimit, PlainCounts
 from tierstore.service.http.handoff import Handoff, RequestDispatch
-from tierstore.service.http.listener import Listener
+from tierstore.service.http.listener import TlsListener
 from tierstore.service.limits.slow_clients import BACKLOG, FINISH_S
 from tierstore.service.process import ExitBound, allowed_connections, freeze_heap, raise_file_limit, say, tune_allocator
 from tierstore.service.reactor.allowed import Allowed
@@ -113,26 +114,28 @@ class HttpService:
         self._handoff = Handoff(reactors, self._root, self._connection_limit, self.service.inflight, settings)
         self.service.calls = self._calls = Calls(self.service, allowed.add)
         self._requests = RequestDispatch(self._handoff, self._calls)
-        self._listeners: list[Listener] = []
+        self._listeners: list[TlsListener] = []
         self._plain_servers: list[UvicornListener] = []
         if ports.admin is not None:
-            refusal = ConnectionRefusal(self.service, ADMIN_CONNECTIONS)
-            self._plain_servers.append(self._by_uvicorn(ports.admin, refusal, admin=True))
+            admins = ConnectionLimit(self.service, ADMIN_CONNECTIONS, PlainCounts(), "admin_connections")
+            self.service.admin_connections = admins
+            self._plain_servers.append(self._by_uvicorn(ports.admin, admins, admin=True))
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining, self._ends = False, asyncio.Event()
         self._exit_bound: ExitBound | None = None
         self._stop_early: float | None = None  # it should end before it has begun, after so long
         store.epochs.add_collector(self._plans.collect)
 
-    def _by_uvicorn(self, sock: socket.socket, refusal: ConnectionRefusal, *, admin: bool = False) -> UvicornListener:
-        tls = None if sock.family == socket.AF_UNIX else self.service.tls
-        idle_s = self._settings.idle_timeout_s
-        return UvicornListener(sock, self._root, refusal, tls, idle_s, lambda: self.service.draining, admin=admin)
+    def _by_uvicorn(self, sock: socket.socket, limit: ConnectionLimit, *, admin: bool = False) -> UvicornListener:
+        service = self.service
+        bounds = Bounds(self._settings, limit, service.inflight)
+        tls = None if sock.family == socket.AF_UNIX else service.tls
+        return UvicornListener(sock, self._root, bounds, tls, lambda: service.draining, admin=admin)
 
     def _listen_with_tls(self, sock: socket.socket) -> None:
         """Accept connections with TLS, which go to reactors after their handshake."""
         assert self.service.tls is not None
-        listener = Listener(sock, self._connection_limit, self.service.tls, self._reactors.serve_connection)
+        listener = TlsListener(sock, self._connection_limit, self.service.tls, self._reactors.serve_connection)
         listener.start()
         self._listeners.append(listener)
 
@@ -207,7 +210,7 @@ class HttpService:
             self._start_reactors()
             self._start_http2()
             return []
-        server = self._by_uvicorn(self._ports.http, self._connection_limit.refusal)
+        server = self._by_uvicorn(self._ports.http, self._connection_limit)
         await server.start()
         self._plain_servers.append(server)
         if compilation is None:
@@ -247,8 +250,9 @@ class HttpService:
         logger.info("requests over HTTP are answered by Python, and none over gRPC, until their kernels are compiled")
         error = await self._compiled(compilation, compilation.http, kernels.HTTP)
         if error is None and not self._ends.is_set():
-            server.hand_on()
+            server.stop_accepting()
             self._start_reactors()
+            server.hand_on(self._reactors.serve_connection)
             logger.info(
                 "requests over HTTP/1.1 are answered with compiled kernels, %.1f s after the start",
                 time.monotonic() - start_s,
@@ -315,6 +319,8 @@ class HttpService:
         self._reactors.finish()
         for listener in self._listeners:
             listener.stop()
+        for server in self._plain_servers:
+            server.finish()
         for sock in self._ports.all:
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)  # a client that connects from here on is refused, and does not wait

@@ -33,12 +33,19 @@ PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0
 ACKNOWLEDGED = bytes([0, 0, 0, 4, 1, 0, 0, 0, 0])
 
 
+@pytest.fixture(params=["reactors", "uvicorn"])
+def served(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[FakeStore, ServerThread]]:
+    yield from serving(tmp_path, request.param)
+
+
 @pytest.fixture
-def served(tmp_path: Path) -> Iterator[tuple[FakeStore, ServerThread]]:
-    store = FakeStore(settings_for(tmp_path, max_connections=LIMIT))
+def by_reactors(tmp_path: Path) -> Iterator[tuple[FakeStore, ServerThread]]:
+    yield from serving(tmp_path, "reactors")
+
+
+def serving(path: Path, by: str) -> Iterator[tuple[FakeStore, ServerThread]]:
+    store = FakeStore(settings_for(path, max_connections=LIMIT, server=by, grpc_port="off"))
     with ServerThread(store) as server:  # type: ignore[arg-type]
-        assert server.service.reactors is not None
-        eventually(lambda: server.service.reactors.running, "reactors to serve")  # type: ignore[union-attr]
         yield store, server
 
 
@@ -89,6 +96,8 @@ def test_silent_connections_make_room(
     served: tuple[FakeStore, ServerThread], do: Callable[[socket.socket], None]
 ) -> None:
     _, server = served
+    if do is begin_http2 and server.service.settings.server == "uvicorn":
+        return  # it speaks none
     limit = server.service.connection_limit
     assert limit is not None
     with contextlib.ExitStack() as stack:
@@ -105,8 +114,10 @@ def test_silent_connections_make_room(
         assert limit.made_room == 1
 
 
-def test_who_has_its_last_answer_and_does_not_close_makes_room_at_once(served: tuple[FakeStore, ServerThread]) -> None:
-    _, server = served
+def test_who_has_its_last_answer_and_does_not_close_makes_room_at_once(
+    by_reactors: tuple[FakeStore, ServerThread],
+) -> None:
+    _, server = by_reactors
     with contextlib.ExitStack() as stack:
         ended = [stack.enter_context(connect(server)) for _ in range(LIMIT)]
         for one in ended:
@@ -226,10 +237,10 @@ def test_connections_that_are_idle_after_their_handshake_make_room(authority: Au
 
 
 def test_of_connections_beyond_the_limit_few_are_accepted_before_python_has_decided(
-    served: tuple[FakeStore, ServerThread],
+    by_reactors: tuple[FakeStore, ServerThread],
 ) -> None:
     """Descriptors are left for what else the process opens: an operator's connection, a file."""
-    _, server = served
+    _, server = by_reactors
     files, held, gate = "/proc/self/fd", threading.Event(), threading.Event()
 
     def hold() -> None:

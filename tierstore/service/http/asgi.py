@@ -10,17 +10,34 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import socket
 from collections.abc import Awaitable, Callable, MutableMapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import unquote
 
 from tierstore.addresses import is_loopback
-from tierstore.service.http.connection_limit import ConnectionRefusal
-from tierstore.service.http.messages import CLOSE, HEALTH, PEER, App, HttpPeer, Receive, Scope, without_name
-from tierstore.service.limits.slow_clients import BACKLOG, FINISH_S
+from tierstore.service.http.bounded import BoundedConnection, Bounds
+from tierstore.service.http.listener import Listener
+from tierstore.service.http.messages import (
+    CLOSE,
+    CONNECTION,
+    HEALTH,
+    PEER,
+    App,
+    HttpPeer,
+    Receive,
+    Scope,
+    without_name,
+)
+from tierstore.service.http.tls_transport import TlsTransport
+from tierstore.service.limits import slow_clients
 from tierstore.service.tls import Tls
+from tierstore.wire.http1.frame import MOST_HEAD_BYTES
+
+if TYPE_CHECKING:
+    from uvicorn.protocols.http.h11_impl import H11Protocol
 
 Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
@@ -28,7 +45,8 @@ Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 class Asgi:
     """`app` as an ASGI 3 application. `admin`: admin requests may come here. `closes`: whether answers end connections.
 
-    `on_host`: the caller is on this machine.
+    `on_host`: the caller is on this machine. `refusal`: the application of connections beyond a limit. Connections that
+    this service has accepted are in the `state` of their requests.
     """
 
     def __init__(
@@ -37,18 +55,28 @@ class Asgi:
         *,
         admin: bool = True,
         on_host: bool = False,
+        refusal: App | None = None,
         closes: Callable[[], bool] = lambda: False,
     ) -> None:
         self._app, self._admin, self._on_host, self._closes = app, admin, on_host, closes
+        self._refusal = refusal
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        connection: BoundedConnection | None = scope.get("state", {}).pop(CONNECTION, None)
+        app = self._app
+        if connection is not None:
+            if not await connection.turn():
+                return
+            scope[CONNECTION], receive = connection, connection.in_time(receive)
+            if connection.refused and self._refusal is not None:
+                app = self._refusal
         path, client, target = scope["path"], scope.get("client"), scope.get("raw_path") or b"/"
         if not target.startswith(b"/"):
             target, scope["headers"] = without_name(target, scope["headers"])
             path = unquote(target.decode("ascii"))
         scope["path"] = HEALTH.get(path, path)
         scope[PEER] = HttpPeer(self._admin, on_host=self._on_host or (client is not None and is_loopback(client[0])))
-        response = await self._app(scope, receive)
+        response = await app(scope, receive)
         if response is None:  # nobody waits for one
             return
         headers, chunks = response.pieces()
@@ -59,63 +87,74 @@ class Asgi:
 
 
 class UvicornListener:
-    """Serves `app` to clients of a bound `sock`, and `refusal` to those beyond its limit, from `start` on."""
+    """Serves `app` to clients of a bound `sock`, within the bounds of its connections, from `start` on."""
 
     def __init__(
         self,
         sock: socket.socket,
         app: App,
-        refusal: ConnectionRefusal,
+        bounds: Bounds,
         tls: Tls | None,
-        idle_s: float,
         draining: Callable[[], bool],
         *,
         admin: bool = True,
     ) -> None:
         import uvicorn  # most services need none
 
-        self._app, self._refusal, self._ending = app, refusal, False
+        self._bounds, self._tls, self._ending = bounds, tls, False
         self._path = Path(sock.getsockname()) if sock.family == socket.AF_UNIX else None
-        self._socket = sock.dup()  # uvicorn closes its own socket
+        self._listener = Listener(sock, bounds.limit, self._begin)
+        self._connections: set[BoundedConnection] = set()
+        self._opening: set[asyncio.Task[None]] = set()
         self._task: asyncio.Task[None] | None = None
-        self._server = uvicorn.Server(
-            uvicorn.Config(
-                Asgi(
-                    self._limited,
-                    admin=admin,
-                    on_host=self._path is not None,
-                    closes=lambda: self._ending or draining(),
-                ),
-                http="h11",
-                ws="none",
-                loop="none",
-                lifespan="off",
-                log_config=None,
-                log_level=logging.WARNING,
-                access_log=False,
-                proxy_headers=False,
-                server_header=False,
-                backlog=BACKLOG,
-                timeout_keep_alive=max(1, int(idle_s)),
-                timeout_graceful_shutdown=FINISH_S,
-                ssl_context_factory=None if tls is None else lambda *_: tls.for_python(),
-            )
+        self._config = uvicorn.Config(
+            Asgi(
+                app,
+                admin=admin,
+                on_host=self._path is not None,
+                refusal=bounds.limit.refusal.app,
+                closes=lambda: self._ending or draining(),
+            ),
+            http="h11",
+            ws="none",
+            loop="none",
+            lifespan="off",
+            log_config=None,
+            log_level=logging.WARNING,
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            timeout_keep_alive=math.ceil(bounds.idle_s),
+            timeout_graceful_shutdown=slow_clients.FINISH_S,
+            h11_max_incomplete_event_size=MOST_HEAD_BYTES,
         )
+        self._server = uvicorn.Server(self._config)
 
     async def start(self) -> None:
         """Start. Returns once it serves."""
-        self._task = asyncio.create_task(self._server.serve([self._socket]))
+        self._task = asyncio.create_task(self._server.serve([]))  # its connections are accepted here
         while not self._server.started and not self._task.done():
             await asyncio.sleep(0.001)
+        self._listener.start()
 
-    def hand_on(self) -> None:
+    def stop_accepting(self) -> None:
         """Accept no more, and end each connection with its next answer. Waiting connections are for other listeners."""
         self._ending = True
-        for server in self._server.servers:
-            server.close()
+        self._listener.stop()
+
+    def hand_on(self, serve_connection: Callable[[int], None]) -> None:
+        """Give the connections that are idle to `serve_connection`."""
+        for connection in list(self._connections):
+            connection.hand_on(serve_connection)
+
+    def finish(self) -> None:
+        """Accept no more, and give clients a little time for what they send or read."""
+        self.stop_accepting()
+        for connection in list(self._connections):
+            connection.finish()
 
     async def stop(self) -> None:
-        """Accept no more, and return once requests in progress are answered, or their time is over."""
+        """Return once requests in progress are answered, or their time is over."""
         self._remove_path()
         self._server.should_exit = True
         if self._task is not None:
@@ -126,7 +165,6 @@ class UvicornListener:
         called twice.
         """
         self._remove_path()
-        self._socket.close()
 
     def _remove_path(self) -> None:
         """Remove the socket's name: while it is bound no other process has it."""
@@ -135,6 +173,22 @@ class UvicornListener:
             with contextlib.suppress(FileNotFoundError):
                 path.unlink()
 
-    def _limited(self, scope: Scope, receive: Receive) -> Any:
-        over = len(self._server.server_state.connections) > self._refusal.limit
-        return (self._refusal.app if over else self._app)(scope, receive)
+    def _begin(self, sock: socket.socket, refused: bool) -> None:
+        connection = BoundedConnection(sock, refused, self._bounds, self._protocol, self._connections.discard)
+        self._connections.add(connection)
+        task = asyncio.get_running_loop().create_task(self._open(sock, connection))
+        self._opening.add(task)
+        task.add_done_callback(self._opening.discard)
+
+    def _protocol(self, connection: BoundedConnection) -> H11Protocol:
+        from uvicorn.protocols.http.h11_impl import H11Protocol
+
+        return H11Protocol(self._config, self._server.server_state, {CONNECTION: connection})
+
+    async def _open(self, sock: socket.socket, connection: BoundedConnection) -> None:
+        protocol = connection if self._tls is None else TlsTransport(self._tls.for_python(), connection)
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(lambda: protocol, sock)
+        except OSError:  # the client has gone
+            sock.close()
+            connection.count_off()

@@ -1,12 +1,12 @@
 """The limit of open HTTP connections, and the answer to connections beyond it.
 
 The first request of a connection beyond the limit is refused in the form of its protocol, and the connection is closed
-then. There are few such connections at a time; further ones are closed at once.
+then. There are few such connections at a time; further ones are closed at once. Event loop only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from prometheus_client.core import Metric
@@ -16,9 +16,11 @@ from tierstore.service.context import Service
 from tierstore.service.families import counter, gauge
 from tierstore.service.http.messages import CLOSE, Receive, Response, Scope, error_for_path
 from tierstore.service.http.middleware import RequestLogging
+from tierstore.service.limits.silent import Silent
 
 REFUSED_AT_ONCE = 256  # at most, and a quarter of those served: if few files may be open, others need them
 FEW_REFUSED = 16
+_ON_THEIR_WAY = 64  # connections beyond the limit, whose place another is about to leave
 
 
 class ConnectionRefusal:
@@ -53,13 +55,33 @@ class Served(Protocol):
     def make_room(self) -> bool: ...
 
 
-class ConnectionLimit:
-    """Counts the connections of reactors, and decides about each new one."""
+class PlainCounts:
+    """Counts connections that no reactor ever gets."""
 
-    def __init__(self, service: Service, limit: int, served: Served) -> None:
-        self._service, self.limit, self._served = service, limit, served
+    def __init__(self) -> None:
+        self.open = self.refused = 0
+
+    def count_other(self, connections: int) -> None:
+        self.open += connections
+
+    def count_refused(self, connections: int) -> None:
+        self.refused += connections
+
+    def make_room(self) -> bool:
+        return False
+
+
+class ConnectionLimit:
+    """Counts the connections of a listener and of reactors, and decides about each new one.
+
+    `silent`: what ends a silent connection, for those that Python has. `name`: of its metrics.
+    """
+
+    def __init__(self, service: Service, limit: int, served: Served, name: str = "connections") -> None:
+        self._service, self.limit, self._served, self._name = service, limit, served, name
         self.made_room = 0  # silent connections that were ended for others
         self.refusal = ConnectionRefusal(service, limit)
+        self.silent: Silent[Callable[[], object]] = Silent()
 
     @property
     def open(self) -> int:
@@ -76,17 +98,21 @@ class ConnectionLimit:
         return min(REFUSED_AT_ONCE, max(FEW_REFUSED, self.limit // 4))
 
     def admit(self) -> bool:
-        """Count a connection on its way to a reactor. False, and not counted, if the limit is reached."""
+        """Count a connection that Python has now. False, and not counted, if the limit is reached."""
         if self.open >= self.limit:
             return False
         self._served.count_other(1)
         return True
 
     def make_room(self) -> bool:
-        """End a silent connection, and count another one in its place. False, with nothing counted, if there is
-        none.
+        """End a silent connection, and count another one, that Python has, in its place. False, with nothing counted,
+        if there is none.
         """
-        if not self._served.make_room():
+        few = self.open < self.limit + min(self.limit, _ON_THEIR_WAY)
+        if few and (end := self.silent.pop()) is not None:
+            end()
+            self._served.count_other(1)
+        elif not self._served.make_room():
             return False
         self.made_room += 1
         return True
@@ -108,7 +134,8 @@ class ConnectionLimit:
 
     def families(self) -> Iterator[Metric]:
         """The metrics of this part, for Prometheus."""
-        yield gauge("tierstore_connections", "HTTP connections that are open.", self.open)
-        text = "Silent connections that were closed to make room for others."
-        yield counter("tierstore_connections_made_room", text, self.made_room)
-        yield gauge("tierstore_connections_limit", "HTTP connections that may be open.", self.limit)
+        what = self._name.replace("_", " ")
+        yield gauge(f"tierstore_{self._name}", f"HTTP {what} that are open.", self.open)
+        text = f"Silent {what} that were closed to make room for others."
+        yield counter(f"tierstore_{self._name}_made_room", text, self.made_room)
+        yield gauge(f"tierstore_{self._name}_limit", f"HTTP {what} that may be open.", self.limit)

@@ -233,19 +233,24 @@ async def read_body(
 
 
 @contextlib.asynccontextmanager
-async def body_deadline(until: float | None = None) -> AsyncIterator[None]:
-    """A deadline for receiving a body, by default BODY_S from now on.
+async def body_deadline(since: float | None = None, seconds: float | None = None) -> AsyncIterator[None]:
+    """A deadline for receiving a body: so many seconds, by default BODY_S, from a moment of the loop's time, by default
+    now.
 
-    HttpError 408 at a moment of the loop's time. If no task runs the request, its body is there.
+    HttpError 408 then. If no task runs the request, its body is there.
     """
     if asyncio.current_task() is None:
         yield
         return
+    if since is None:
+        since = asyncio.get_running_loop().time()
+    if seconds is None:
+        seconds = slow_clients.BODY_S
     try:
-        async with asyncio.timeout_at(until or asyncio.get_running_loop().time() + slow_clients.BODY_S):
+        async with asyncio.timeout_at(since + seconds):
             yield
     except TimeoutError:
-        raise HttpError(408, f"the body did not arrive within {slow_clients.BODY_S:.0f} seconds") from None
+        raise HttpError(408, f"the body did not arrive within {seconds:g} seconds") from None
 
 
 def _part(message: MutableMapping[str, Any], before: int, limit: int, holding: Reservation, which: str) -> bytes:
