@@ -14,6 +14,7 @@ import pytest
 
 import tierstore
 from tests.cli.conftest import DIM, ROWS, Cli, row, write_delta, write_snapshot
+from tests.engine.operations import test_dense_notes
 from tests.formats.test_directories import as_spark
 from tests.imports.make_corpus import CORPUS
 from tests.imports.test_hps import hps
@@ -279,6 +280,13 @@ def test_a_dense_part_that_is_not_served_is_reported(
     assert (
         "version 1: the dense part is kept, not served: install tierstore[dense] (no onnx)" in cli("status", *place).out
     )
+
+
+def test_features_that_no_dense_part_takes_are_reported(cli: Cli, tmp_path: Path, place: list[str]) -> None:
+    done = cli("load", test_dense_notes.write(tmp_path, 1, own=test_dense_notes.takes("item_id")), *place)
+    said = "version 1: no input of the dense part takes the features clicked, bought"
+    assert (done.code, f"tierstore: ctr {said}" in done.err) == (0, True), done.err
+    assert said in " ".join(cli("status", *place).out.split())
 
 
 @pytest.mark.thorough
