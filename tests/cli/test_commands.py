@@ -289,6 +289,26 @@ def test_features_that_no_dense_part_takes_are_reported(cli: Cli, tmp_path: Path
     assert said in " ".join(cli("status", *place).out.split())
 
 
+def test_a_load_whose_golden_examples_differ_ends_with_the_difference(
+    cli: Cli, tmp_path: Path, place: list[str]
+) -> None:
+    def write(version: int, off: float) -> Path:
+        where = tmp_path / str(version)
+        with tierstore.SnapshotWriter(where, model="ctr", version=version) as writer:
+            writer.table("item", dim=2).write([1, 2], [[1.0, 2.0], [3.0, 4.0]])
+            writer.golden({"item": [1, 2]}, {"item": [[1.0, 2.0], [3.0 + off, 4.0]]})
+        return where
+
+    assert cli("load", write(1, 0.0), *place).code == 0
+    assert "version 1: golden examples: 1 held, largest difference 0" in cli("status", *place).out
+    refused = cli("load", write(2, 0.5), *place)
+    said = " ".join(refused.err.split())
+    assert refused.code != 0
+    assert "golden example 0: the rows of feature 'item': 1 of 4 differ: expected 3.5, got 3 at [1, 0]" in said
+    assert cli("lookup", "ctr", "item", 1, *place).code == 0
+    assert json.loads(cli("status", "--json", *place).out)["models"]["ctr"]["active_version"] == 1
+
+
 @pytest.mark.thorough
 def test_a_canary_from_its_first_share_to_its_promotion(cli: Cli, tmp_path: Path, place: list[str]) -> None:
     for version in (1, 2):
