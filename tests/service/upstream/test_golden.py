@@ -64,9 +64,10 @@ def test_a_front_serves_what_its_nodes_held_to_their_examples_and_never_what_the
     front = scene.front()
     answers(front, 1)
     assert golden(front, 1) in [golden(node.store, 1) for node in nodes], "a node's report, as the load was there"
+    wrong = write(tmp_path, 2, off=1000.0)
     for node in nodes:
         with pytest.raises(SnapshotError, match=r"golden example \d+: output 'score'"):
-            node.store.load_snapshot(write(tmp_path, 2, off=1000.0))
+            node.store.load_snapshot(wrong)
     assert [entry["version"] for entry in front.status()["models"]["ctr"]["versions"]] == [1]
     answers(front, 1)
     load(nodes, write(tmp_path, 2))
