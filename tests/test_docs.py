@@ -21,6 +21,7 @@ import pandas as pd
 import pytest
 
 import tierstore
+from tests.engine.quick_build import in_process
 from tests.predict import onnx_models as om
 from tierstore.cli import main
 from tierstore.config import ENV_PREFIX
@@ -251,6 +252,68 @@ def test_pytorch_programs(scene: Path) -> None:
     given = {"dense": bags()["dense_features"], "kjt": bags()["sparse_features"]}
     run("docs/pytorch.md", *torchrec, {**given, "dlrm": dlrm(), "write_snapshot": write_snapshot})
     assert (scene / "snapshots/1/snapshot.json").exists()
+
+
+def trained(trainer: str, x: Any, clicked: Any) -> dict[str, Any]:
+    """What a reader of the page has trained, by its name there."""
+    if trainer == "LightGBM":
+        lgb = pytest.importorskip("lightgbm", reason="LightGBM is not installed: make trainers")
+        pytest.importorskip("onnxmltools", reason="onnxmltools is not installed: make trainers")
+        return {"booster": lgb.train({"verbose": -1, "num_threads": 1}, lgb.Dataset(x, x[:, 0] + x[:, 33]), 5)}
+    if trainer == "XGBoost":
+        xgb = pytest.importorskip("xgboost", reason="XGBoost is not installed: make trainers")
+        pytest.importorskip("onnxmltools", reason="onnxmltools is not installed: make trainers")
+        return {"model": xgb.XGBClassifier(n_estimators=5, n_jobs=1).fit(x, clicked)}
+    if trainer == "CatBoost":
+        cat = pytest.importorskip("catboost", reason="CatBoost is not installed: make trainers")
+        model = cat.CatBoostRegressor(iterations=5, thread_count=1, allow_writing_files=False)
+        return {"model": model.fit(x, x[:, 0] + x[:, 33], verbose=False)}
+    if trainer == "scikit-learn":
+        pytest.importorskip("skl2onnx", reason="skl2onnx is not installed: make trainers")
+        ensemble = pytest.importorskip("sklearn.ensemble", reason="scikit-learn is not installed: make trainers")
+        return {"model": ensemble.RandomForestRegressor(5, random_state=0).fit(x, x[:, 0] + x[:, 33])}
+    keras = pytest.importorskip("keras", reason="Keras is not installed: make trainers")
+    pytest.importorskip("onnxscript", reason="onnxscript is not installed: make trainers")
+    item = keras.Input((), dtype="int64", name="item_id")
+    embedding, hidden = keras.layers.Embedding(len(x), 32), keras.layers.Dense(8, activation="relu")
+    score = keras.layers.Dense(1, activation="sigmoid")
+    net = keras.Model(item, score(hidden(embedding(item))))
+    net.compile("adagrad", "binary_crossentropy")
+    net.fit(np.arange(len(x)), clicked.astype("float32"), epochs=2, verbose=0)
+    return {"net": net, "hidden": hidden, "score": score, "item_vectors": np.asarray(embedding.get_weights()[0])}
+
+
+RECIPES = {
+    re.search(r"\w[\w-]+", program)[0]: (line, program)  # type: ignore[index]
+    for line, program in blocks("docs/dense.md", "python")
+    if program.startswith("# ")
+}
+
+
+def test_the_page_has_a_recipe_for_each_trainer() -> None:
+    assert set(RECIPES) == {"LightGBM", "XGBoost", "CatBoost", "scikit-learn", "Keras"}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("trainer", RECIPES)
+def test_golden_examples_of_each_trainer(scene: Path, monkeypatch: pytest.MonkeyPatch, trainer: str) -> None:
+    """As printed: they hold what is served to what the trainer says, and notice rows of another day."""
+    monkeypatch.setenv("KERAS_BACKEND", "torch")
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(400, 34)).astype(np.float32)
+    names = {"item_keys": np.arange(400), "item_vectors": x[:, :32], "own": x[:64, 32:]}
+    names |= trained(trainer, x, (x[:, 0] + x[:, 33] > 0).astype(int))
+    for version, rows in ((1, names["item_vectors"]), (2, names["item_vectors"][::-1])):
+        with tierstore.SnapshotWriter(f"s-{version}", model="ctr", version=version) as snapshot:
+            snapshot.table("item", dim=32).write(names["item_keys"], rows)
+            snapshot.feature("item_id", table="item")
+            line, program = RECIPES[trainer]
+            run("docs/dense.md", line, program, {"np": np, "tierstore": tierstore, "snapshot": snapshot, **names})
+    with in_process(), tierstore.open("data/", **SMALL) as store:
+        store.load_snapshot("s-1")
+        assert store.status()["models"]["ctr"]["versions"][0]["golden"]["held"] == 1
+        with pytest.raises(tierstore.SnapshotError, match=r"golden example 0: (output|the rows of feature)"):
+            store.load_snapshot("s-2")
 
 
 def alone(program: str) -> None:

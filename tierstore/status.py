@@ -105,6 +105,8 @@ class VersionStatus(TypedDict):
     created_at: NotRequired[str | None]
     golden: NotRequired[GoldenStatus | None]
     mixes_rows: NotRequired[list[str]]  # heads whose requests are not joined, as rows of a batch change each other
+    misapplied_transforms: NotRequired[list[str]]  # heads with a post-transform that ONNX Runtime applies otherwise
+    unused_features: NotRequired[list[str]]  # that no input of its dense parts takes; empty where it serves none
     dense: NotRequired[str | None]  # what becomes of its dense part without a name; None: it has none
     heads: NotRequired[dict[str, str]]  # the same of those with names
     dense_passed_over: NotRequired[str | None]
@@ -254,11 +256,23 @@ class ModelStatus(TypedDict):
     upstream: NotRequired[dict[str, Any]]  # of a front
 
 
-def unserved_parts(version: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The dense parts of a version that are not served, and why."""
-    parts = {"the dense part": version.get("dense") or ""}
-    parts |= {f"the dense part {head!r}": state for head, state in version.get("heads", {}).items()}
-    return [(what, state) for what, state in parts.items() if "not served" in state]
+def dense_notes(version: Mapping[str, Any]) -> list[str]:
+    """What a user may not expect of a version's dense parts, for a person: those that are not served first."""
+    parts = {"": version.get("dense") or "", **version.get("heads", {})}
+    notes = [f"{_part(head)} is {state}" for head, state in parts.items() if "not served" in state]
+    notes += [
+        f"{_part(head)} has a post_transform that ONNX Runtime applies otherwise than ONNX specifies, so it may answer "
+        "margins for probabilities: write it as nodes behind the trees (Sigmoid, Softmax)"
+        for head in version.get("misapplied_transforms") or ()
+    ]
+    notes += [f"{_part(head)} mixes rows, so its requests are not joined" for head in version.get("mixes_rows") or ()]
+    if unused := version.get("unused_features"):
+        notes.append(f"no input of the dense part takes the features {', '.join(unused)}")
+    return notes
+
+
+def _part(head: str) -> str:
+    return f"the dense part {head!r}" if head else "the dense part"
 
 
 def golden_text(report: Mapping[str, Any]) -> str:

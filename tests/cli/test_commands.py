@@ -14,6 +14,7 @@ import pytest
 
 import tierstore
 from tests.cli.conftest import DIM, ROWS, Cli, row, write_delta, write_snapshot
+from tests.engine.operations import test_dense_notes
 from tests.formats.test_directories import as_spark
 from tests.imports.make_corpus import CORPUS
 from tests.imports.test_hps import hps
@@ -279,6 +280,33 @@ def test_a_dense_part_that_is_not_served_is_reported(
     assert (
         "version 1: the dense part is kept, not served: install tierstore[dense] (no onnx)" in cli("status", *place).out
     )
+
+
+def test_features_that_no_dense_part_takes_are_reported(cli: Cli, tmp_path: Path, place: list[str]) -> None:
+    done = cli("load", test_dense_notes.write(tmp_path, 1, own=test_dense_notes.takes("item_id")), *place)
+    said = "version 1: no input of the dense part takes the features clicked, bought"
+    assert (done.code, f"tierstore: ctr {said}" in done.err) == (0, True), done.err
+    assert said in " ".join(cli("status", *place).out.split())
+
+
+def test_a_load_whose_golden_examples_differ_ends_with_the_difference(
+    cli: Cli, tmp_path: Path, place: list[str]
+) -> None:
+    def write(version: int, off: float) -> Path:
+        where = tmp_path / str(version)
+        with tierstore.SnapshotWriter(where, model="ctr", version=version) as writer:
+            writer.table("item", dim=2).write([1, 2], [[1.0, 2.0], [3.0, 4.0]])
+            writer.golden({"item": [1, 2]}, {"item": [[1.0, 2.0], [3.0 + off, 4.0]]})
+        return where
+
+    assert cli("load", write(1, 0.0), *place).code == 0
+    assert "version 1: golden examples: 1 held, largest difference 0" in cli("status", *place).out
+    refused = cli("load", write(2, 0.5), *place)
+    said = " ".join(refused.err.split())
+    assert refused.code != 0
+    assert "golden example 0: the rows of feature 'item': 1 of 4 differ: expected 3.5, got 3 at [1, 0]" in said
+    assert cli("lookup", "ctr", "item", 1, *place).code == 0
+    assert json.loads(cli("status", "--json", *place).out)["models"]["ctr"]["active_version"] == 1
 
 
 @pytest.mark.thorough

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from tierstore.status import golden_text, unserved_parts
+from tierstore.status import dense_notes, golden_text
 
 TIERS = ("overlay", "device", "host", "disk", "remote", "absent")
 NUMBERS_SHOWN = 6
@@ -123,11 +123,8 @@ def _notes(entry: Mapping[str, Any]) -> Iterator[str]:
     of = f"version {entry['version']}:"
     if report := entry.get("golden"):
         yield f"{of} golden examples: {printable(golden_text(report))}"
-    for head in entry.get("mixes_rows") or ():
-        what = f"the dense part {head!r}" if head else "the dense part"
-        yield f"{of} {what} mixes rows, so its requests are not joined"
-    for what, state in unserved_parts(entry):
-        yield f"[yellow]{of}[/] {what} is {escape(state)}"
+    for note in dense_notes(entry):
+        yield f"[yellow]{of}[/] {escape(note)}"
 
 
 def _surroundings(document: Mapping[str, Any]) -> Iterator[str]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from tierstore.errors import InvalidInput, Locked, NotFound
-from tierstore.status import unserved_parts
+from tierstore.status import dense_notes
 
 if TYPE_CHECKING:
     from tierstore.client import Client
@@ -180,7 +180,7 @@ def say_what_goes(target: Store | Client, model: str | None, snapshot: str | Pat
 
 
 def warn_of_dense(target: Store | Client, snapshot: str | Path, version: int) -> None:
-    """Print a warning where the rows of the version loaded from `snapshot` are served but a dense part is not."""
+    """Print what a user may not expect of the dense parts of the version loaded from `snapshot`."""
     from tierstore.client.sources import snapshot_model
 
     try:
@@ -190,8 +190,8 @@ def warn_of_dense(target: Store | Client, snapshot: str | Path, version: int) ->
     versions = target.status(model)["models"][model]["versions"]
     for one in versions:
         if one["version"] == version:
-            for what, state in unserved_parts(one):
-                typer.echo(f"tierstore: {model} version {version}: {what} is {state}", err=True)
+            for note in dense_notes(one):
+                typer.echo(f"tierstore: {model} version {version}: {note}", err=True)
 
 
 def check_directory(snapshot: str) -> None:

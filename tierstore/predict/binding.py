@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from tierstore.errors import InvalidInput
 from tierstore.predict.signature import BYTES, Dim, Shape, Signature, Tensor
+from tierstore.predict.transforms import PostTransform
 from tierstore.types import FeatureSpec, TableSpec
 
 _ROW_DTYPES = {"FP32": "float32", "FP16": "float16"}
@@ -57,7 +58,8 @@ class Bindings:
     """A signature, with the inputs that are features (`features`) and those that are the
     request's own tensors (`plain`).
 
-    `mixes_rows`: a row's answer depends on which others are in the batch, so requests cannot share a run.
+    `mixes_rows`: a row's answer depends on which others are in the batch, so requests cannot share a run. `misapplied`:
+    post-transforms that ONNX Runtime applies otherwise than ONNX specifies.
     """
 
     signature: Signature
@@ -65,6 +67,7 @@ class Bindings:
     plain: Mapping[str, Tensor]
     outputs: Mapping[str, Tensor]
     mixes_rows: bool = False
+    misapplied: tuple[PostTransform, ...] = ()
 
     def plan(
         self, leads: Mapping[str, Shape], shapes: Mapping[str, Shape], wanted: Sequence[str], loose: frozenset[str]

@@ -14,6 +14,7 @@ from typing import Any
 
 from tierstore.errors import InvalidInput
 from tierstore.formats.onnx_file import constants_of
+from tierstore.predict.transforms import PostTransform, transforms_of
 
 MAX_JOINED = 256  # strings in one string: the bytes of strings are not among those that a session limits
 MAX_NODES = 100_000  # ONNX Runtime's time to optimize grows faster than their number
@@ -29,13 +30,15 @@ _Name = tuple[str, str, str]  # of an operator: domain, type, overload
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """`scalars`: inputs without dimensions. `structure`: a digest of all but the values of weights.
+    """`scalars`: inputs without dimensions. `structure`: a digest of all but the values of weights. `transforms`:
+    what its trees and linear models make of their sums.
 
     Graphs of one structure take about the same time and memory to be made ready.
     """
 
     scalars: frozenset[str]
     structure: bytes
+    transforms: frozenset[PostTransform]
 
 
 def inspect(model: bytes) -> Graph:
@@ -54,10 +57,12 @@ def inspect(model: bytes) -> Graph:
                 f"the weights {tensor.name!r} lie in a file of their own; give the path of the model, or save it as "
                 "one: torch.onnx.export(…, external_data=False), onnx.save_model(…, save_as_external_data=False)"
             )
+    bodies = [proto.graph.node, *(function.node for function in proto.functions)]
+    transforms = transforms_of(node for body in bodies for node in _nested(body))
     structure = _structure(proto, len(model))
     types = {value.name: value.type.tensor_type for value in proto.graph.input}
     scalars = frozenset(name for name, kind in types.items() if kind.HasField("shape") and not kind.shape.dim)
-    return Graph(scalars, structure)
+    return Graph(scalars, structure, transforms)
 
 
 def _structure(proto: Any, nbytes: int) -> bytes:

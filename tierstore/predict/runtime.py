@@ -9,7 +9,10 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
+
+import numpy as np
 
 from tierstore.config import Settings
 from tierstore.errors import ConfigError, InvalidInput, MissingExtra, TierstoreError
@@ -20,6 +23,7 @@ from tierstore.predict.making import SessionPlan, brief, make_session
 from tierstore.predict.placement import CPU_PROVIDER, CUDA, DensePlacement, check_installed, check_made, placement_of
 from tierstore.predict.session import KEPT_BYTES, DenseCounts, DenseSession
 from tierstore.predict.signature import Signature, Tensor, datatype_of
+from tierstore.predict.transforms import PostTransform, is_as_specified
 from tierstore.predict.trials import Trials
 from tierstore.types import FeatureSpec, TableSpec
 
@@ -138,6 +142,8 @@ class Runtime:
             raise InvalidInput(f"ONNX Runtime refuses the model: {brief(error)}") from error
         check_made(session, self.placement)
         bindings = wire(_signature(session, graph.scalars), features, tables)
+        if graph.transforms:
+            bindings = replace(bindings, misapplied=self._misapplied(onnxruntime, graph.transforms))
         return DenseSession(
             session,
             bindings,
@@ -150,6 +156,14 @@ class Runtime:
             ),
             self.placement,
         )
+
+    def _misapplied(self, onnxruntime: Any, transforms: frozenset[PostTransform]) -> tuple[PostTransform, ...]:
+        """Post-transforms that the ONNX Runtime here applies otherwise than ONNX specifies."""
+
+        def answer(model: bytes) -> Any:
+            return self._session(onnxruntime, model).run(None, {"x": np.zeros((1, 1), np.float32)})[0]
+
+        return tuple(one for one in sorted(transforms) if not is_as_specified(one, answer))
 
     def _session(self, onnxruntime: Any, model: bytes, may_go_on: Callable[[], None] = lambda: None) -> Any:
         session = make_session(onnxruntime, model, self._plan, may_go_on)

@@ -13,7 +13,7 @@ import pytest
 
 import tierstore
 from tests import hashed_keys
-from tests.engine import scenes
+from tests.engine import scenes, ttl_scenes
 from tests.predict import onnx_models
 from tests.tiers.cuda_shim.backend import ShimDevice
 from tierstore.engine.operations.restore import restore
@@ -274,6 +274,27 @@ def test_an_example_whose_row_has_expired_is_left_out_and_counted(store: Store, 
     assert report is not None
     assert (report["examples"], report["held"], report["left_out"]) == (2, 1, 1)
     assert "'item' lacks rows" in report["why"]
+
+
+@pytest.mark.parametrize("base", ["sealed", "rocksdb"])
+def test_verify_leaves_out_an_example_whose_row_has_expired_since_the_load(
+    open_store: Callable[..., Store], tmp_path: Path, days_later: Callable[[float], None], base: str
+) -> None:
+    store = open_store(base=base)
+    with tierstore.SnapshotWriter(tmp_path / "s", model="ctr", version=1) as writer:
+        table = writer.table("user", dim=1, ttl_s="30d", time_column="seen")
+        table.write([1, 2], [[1.0], [2.0]], times=[ttl_scenes.NOW, ttl_scenes.NOW - 20 * ttl_scenes.DAY])
+        for key in (1, 2):
+            writer.golden({"user": [key]}, {"user": [[float(key)]]})
+        writer.golden({"user": [9]}, {"user": [[0.0]]})  # as before: a key that the table never held
+    store.load_snapshot(tmp_path / "s")
+    assert store.verify().golden == ("ctr version 1: 3 held, largest difference 0",)
+    days_later(20)
+    ttl_scenes.check(store)
+    report = store.verify()
+    assert report.ok, report.problems
+    assert report.golden[0].startswith("ctr version 1: 2 held, 1 left out")
+    assert "table 'user' lacks rows" in report.golden[0]
 
 
 def test_an_example_is_not_excused_by_rows_that_expired_elsewhere(store: Store, tmp_path: Path) -> None:

@@ -177,6 +177,12 @@ class DenseParts:
             raise InvalidInput(f"it cannot be run within its limits: {error}") from error
         except TierstoreError as error:
             log.warning("model %s: a made-up request fails, requests of clients may succeed: %s", self._model, error)
+        for operator, transform, _ in session.bindings.misapplied:
+            log.warning(
+                "model %s: the dense part %shas a %s with post_transform %s, which ONNX Runtime applies otherwise than "
+                "ONNX specifies: it may answer margins for probabilities; write it as nodes behind the trees "
+                "(Sigmoid, Softmax)", self._model, part_of(head), operator, transform,
+            )  # fmt: skip
         with suppress(TierstoreError):  # of made-up requests, which may make no sense to it
             if mixes_rows(session):
                 session.bindings = replace(session.bindings, mixes_rows=True)

@@ -25,6 +25,7 @@ from tierstore.formats.snapshot.requests import read_request
 from tierstore.ingest.bulkload import BulkLoad, can_go_on
 from tierstore.ingest.results import BaseBuild
 from tierstore.ingest.side_files import copy_side_files
+from tierstore.predict.binding import Bindings
 from tierstore.predict.session import DenseCounts
 from tierstore.tiers.background import yield_to_requests
 from tierstore.types import Progress, ProgressFn
@@ -147,17 +148,28 @@ def _check_dense(snapshot: Snapshot, shared: Shared, may_go_on: Callable[[], Non
         for name, path in snapshot.request_paths(head):
             may_go_on()
             read_request(path, file=name)
-    for head in snapshot.manifest.graphs:
+    checked = [
         _check_head(snapshot, head, shared, may_go_on, golden.get(head, set()) - features.keys())
+        for head in snapshot.manifest.graphs
+    ]
+    taken = [bindings.features for bindings in checked if bindings is not None]
+    if taken and (unused := [name for name in features if not any(name in of for of in taken)]):
+        log.info(
+            "model %s: version %d: no input of the dense part takes the features %s",
+            snapshot.manifest.model, snapshot.manifest.version, ", ".join(unused),
+        )  # fmt: skip
 
 
 def _check_head(
     snapshot: Snapshot, head: str, shared: Shared, may_go_on: Callable[[], None], expected: set[str]
-) -> None:
-    """Refuse a dense part that could not be served, or that lacks an output that golden examples expect."""
+) -> Bindings | None:
+    """Refuse a dense part that could not be served, or that lacks an output that golden examples expect.
+
+    Returns what its inputs take; None where it is not served here.
+    """
     model = snapshot.dense_model(head)
     if model is None or shared.dense.missing is not None:
-        return
+        return None
     name = snapshot.manifest.graphs[head]
     yield_to_requests()
     try:
@@ -178,3 +190,4 @@ def _check_head(
             f"{', '.join(session.bindings.outputs)}",
             file=GOLDEN_INDEX,
         )
+    return session.bindings

@@ -133,10 +133,19 @@ def _heads(model: Model, info: VersionInfo, view: View | None) -> dict[str, str]
     return dict(sorted(states.items()))
 
 
-def _mixing(view: View) -> list[str]:
-    """The heads whose answer for a row depends on the batch that it is in."""
-    found = ((head, of.predictor) for head, of in sorted(view.heads.items()))
-    return [head for head, session in found if session is not None and session.bindings.mixes_rows]
+def _peculiar(view: View | None) -> dict[str, list[str]]:
+    """What a user may not expect of dense parts that are served: heads whose answer for a row depends on the batch
+    that it is in, heads with post-transforms that ONNX Runtime applies otherwise than ONNX specifies, and features that
+    no head takes.
+    """
+    heads = {} if view is None else view.heads
+    served = {head: of.predictor.bindings for head, of in sorted(heads.items()) if of.predictor is not None}
+    taken = {name for bindings in served.values() for name in bindings.features}
+    return {
+        "mixes_rows": [head for head, bindings in served.items() if bindings.mixes_rows],
+        "misapplied_transforms": [head for head, bindings in served.items() if bindings.misapplied],
+        "unused_features": [name for name in view.features if name not in taken] if view and served else [],
+    }
 
 
 def _passed_over(info: VersionInfo, view: View | None) -> Mapping[str, str]:
@@ -167,7 +176,7 @@ def _versions(model: Model, served: Routing) -> list[dict[str, Any]]:
                 "partitions": _partitions(info),
                 "created_at": info.manifest.to_document().get("created_at"),
                 "golden": info.golden,
-                "mixes_rows": [] if view is None else _mixing(view),
+                **_peculiar(view),
                 "dense": heads.pop("", None),
                 "heads": heads,
                 "dense_passed_over": "; ".join(_passed_over(info, view).values()) or None,
