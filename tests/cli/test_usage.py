@@ -237,6 +237,24 @@ def test_a_directory_that_is_held_open_names_url(cli: Cli, loaded: Store) -> Non
         assert len(run.err.splitlines()) == 1
 
 
+def test_a_status_says_how_old_the_newest_delta_is_and_who_sent_it(capsys: pytest.CaptureFixture[str]) -> None:
+    model = {
+        "active_version": 1, "watermark": 7, "versions": [], "tables": {}, "overlays": 2, "overlay_bytes": 4096,
+        "last_event_time": "2026-11-23T02:26:52+00:00", "last_received_time": "2026-11-23T02:27:01+00:00",
+        "last_received_from": "token trainer at 10.0.0.7:51312", "delta_age_s": 3 * 3600 + 61.0,
+    }  # fmt: skip
+    show.status({"models": {"ctr": model | {"freshness_max_s": 0}, "cvr": model | {"freshness_max_s": 900}}})
+    unbounded, bounded = (line for line in capsys.readouterr().out.splitlines() if "newest event" in line)
+    for words in (
+        "2026-11-23T02:26:52+00:00, 3 h ago", "received 2026-11-23 02:27 UTC from token trainer at 10.0.0.7:51312",
+        "2 overlays of 4.0 KiB",
+    ):  # fmt: skip
+        assert words in unbounded
+        assert words in bounded
+    assert "no limit is set (freshness_max_s)" in unbounded
+    assert "no limit" not in bounded
+
+
 def test_a_status_in_80_columns_cuts_nothing_and_shows_what_a_store_works_with(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

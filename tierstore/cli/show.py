@@ -43,6 +43,14 @@ def size(nbytes: float) -> str:
     return f"{nbytes:.1f} TiB"
 
 
+def span(seconds: float) -> str:
+    """`seconds` for a person, as on the status page: `3 h`, `90 s`."""
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds // length:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
 def shares(lookup_keys: dict[str, int]) -> str:
     """Where keys were answered, in percent: `host 93.1% · disk 6.2% · absent 0.7%`."""
     total = sum(lookup_keys.values())
@@ -95,8 +103,7 @@ def status(document: Mapping[str, Any]) -> None:
             ranges = ", ".join(str(first) if first == last else f"{first} to {last}" for first, last in undone)
             out.print(f"  undone deltas: {ranges}")
         if model.get("last_event_time"):
-            waiting = f"{model.get('overlays', 0)} overlays of {size(model.get('overlay_bytes', 0))} not folded yet"
-            out.print(f"  newest event {model['last_event_time']}, {waiting}")
+            out.print(f"  {_newest_delta(model)}")
         if model["versions"]:
             out.print(_versions(model["versions"]))
         if model["tables"]:
@@ -116,6 +123,17 @@ def status(document: Mapping[str, Any]) -> None:
     disk = document.get("disk") or {}
     if disk.get("free") is not None:
         out.print(f"disk: {size(disk['free'])} free, of which {size(disk['reserve'])} are kept (disk_reserve)")
+
+
+def _newest_delta(model: Mapping[str, Any]) -> str:
+    """How old the newest delta is, who sent it, and what would say that it is too old."""
+    age_s, sender = model.get("delta_age_s"), model.get("last_received_from")
+    text = f"newest event {model['last_event_time']}"
+    text += f", {span(age_s)} ago" if age_s is not None else ""
+    text += f", received {_minute(model['last_received_time'])}" if model.get("last_received_time") else ""
+    text += f" from {printable(sender)}" if sender else ""
+    text += "" if model.get("freshness_max_s") else "; no limit is set (freshness_max_s)"
+    return f"{text}; {model.get('overlays', 0)} overlays of {size(model.get('overlay_bytes', 0))} not folded yet"
 
 
 def _notes(entry: Mapping[str, Any]) -> Iterator[str]:
