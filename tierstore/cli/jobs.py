@@ -15,6 +15,9 @@ from tierstore.logs import LogLevel
 def jobs(
     url: Url = None,
     cancel: Annotated[str | None, option("JOB", "Ask one to stop, by its id. It ends as failed.")] = None,
+    acknowledge: Annotated[
+        str | None, option("JOB", "Say that a failed load is known, by its id: it is no problem in the status any more.")
+    ] = None,
     json: AsJson = False,
 ) -> None:
     """List loads, exports and backups of a service.
@@ -27,6 +30,10 @@ def jobs(
         if cancel is not None:
             client.cancel(cancel)
             say(json, {"cancelled": cancel}, f"job {cancel} is asked to stop")
+            return
+        if acknowledge is not None:
+            client.acknowledge(acknowledge)
+            say(json, {"acknowledged": acknowledge}, f"job {acknowledge} is known to have failed")
             return
         found = client.jobs()
     say(json, found, _show if found else "no job is running, waiting or recently ended")

@@ -301,6 +301,10 @@ class Operations:
         self._one_node("a job")
         yield from self._json("DELETE", f"/admin/jobs/{_part('job', job)}")
 
+    def acknowledge(self, job: str) -> Operation[None]:
+        self._one_node("a job")
+        yield from self._json("POST", f"/admin/jobs/{_part('job', job)}/acknowledge")
+
     def activate(self, model: str, version: int, force: bool, expected_active: int | None) -> Operation[None]:
         body = {"version": whole_number("version", version, 1), **_options(force, expected_active)}
         yield from self._switch(model, "activate", body)

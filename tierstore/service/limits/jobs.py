@@ -19,7 +19,7 @@ from typing import Any, Literal, get_args
 
 from cachetools import LRUCache
 
-from tierstore.engine.events.changes import REQUESTER
+from tierstore.engine.events.changes import REQUESTER, requester
 from tierstore.errors import Closed, Conflict, NotFound, Overloaded, RateLimited, TierstoreError
 from tierstore.service.error_status import as_text, log_failure, message_of
 from tierstore.threads import Thread
@@ -31,6 +31,7 @@ Kind = Literal["load", "export", "backup"]
 
 QUEUE_LIMIT = 16  # running jobs included
 HISTORY_LIMIT = 256
+FAILURE_SHOWN_S = 86_400.0  # so long a failed load is a problem, if nobody acknowledges it
 STUCK_S = 60.0  # without progress: after that the next job of its kind starts beside it
 _POLL_S = 0.5
 
@@ -63,6 +64,7 @@ class Job:
     seq: int | None = None  # of an export or a backup
     report: Mapping[str, Any] | None = None  # of a backup
     finished_s: float | None = None
+    acknowledged: bool = False  # somebody knows that it failed
     cancelled: threading.Event = field(default_factory=threading.Event)
     phase_began_s: float = field(default_factory=time.monotonic)
     phase_began_at: int = 0
@@ -108,6 +110,7 @@ class Job:
             "report": self.report,
             "created_at": self.created_s,
             "finished_at": self.finished_s,
+            "acknowledged": self.acknowledged,
         }
 
 
@@ -188,12 +191,31 @@ class Jobs:
         return sorted(jobs, key=lambda job: job.created_s, reverse=True)
 
     def failed(self) -> dict[str, str]:
-        """Why the last load of a model failed, by model; cancelled loads do not count."""
+        """Why the last load of a model failed, by model; cancelled and acknowledged ones, and those of more than a day
+        ago, do not count.
+        """
         last: dict[str, Job] = {}
         for job in self.all():
             if job.kind == "load" and job.state != "running" and not job.cancelled.is_set():
                 last.setdefault(job.model, job)
-        return {model: f"{job.source}: {job.error}" for model, job in last.items() if job.state == "failed"}
+        since_s = time.time() - FAILURE_SHOWN_S
+        return {
+            model: f"{job.source}: {job.error} (job {job.id}; `tierstore jobs --acknowledge {job.id}` ends this problem)"
+            for model, job in last.items()
+            if job.state == "failed" and not job.acknowledged and (job.finished_s or 0.0) > since_s
+        }
+
+    def acknowledge(self, job_id: str, models: Collection[str] | None = None) -> Job:
+        """Note that somebody knows of a failed job, so that it is no problem any more. Conflict for one that has not
+        failed; `models` as for `get`.
+        """
+        job = self.get(job_id, models)
+        if job.state != "failed":
+            raise Conflict(f"job {job_id} has not failed, so there is nothing to acknowledge: {job.state}")
+        if not job.acknowledged:
+            job.acknowledged = True
+            logger.info("job %s: its failure is acknowledged by %s", job.id, requester())
+        return job
 
     def cancel(self, job_id: str, models: Collection[str] | None = None) -> Job:
         """Tell a job to stop; it ends as failed. Conflict for one that has ended; `models` as for `get`."""
