@@ -17,7 +17,7 @@ import typer
 from tierstore.cli.options import AsJson, Data, Url, argument, option
 from tierstore.cli.target import make_client, open_target, say_aside, service_url, warn_of_dense
 from tierstore.cli.triton import Batch, write_hps
-from tierstore.errors import ConfigError, Conflict, DeadlineExceeded, SnapshotError, TierstoreError, Unreachable
+from tierstore.errors import ConfigError, Conflict, NotFound, SnapshotError, TierstoreError
 
 if TYPE_CHECKING:
     from tierstore.client import Client
@@ -304,14 +304,16 @@ def _stopped(model: str, where: Path, url: str | None) -> str:
                     f"the service had switched already: {model} serves version {ended['version']}, and "
                     f"`tierstore rollback {model}` goes back"
                 )
-            if model not in client.models():  # it was its first load
+            try:
+                client.status(model)
+            except NotFound:  # it was its first load
                 return none
             _forget_unfinished(client, where)
             number = snapshot_version(where)
             if any(one["version"] == number for one in client.status(model)["models"][model]["versions"]):
                 return f"version {number} is loaded and kept, and not active; what served before does so"
             return none
-    except (KeyboardInterrupt, Unreachable, DeadlineExceeded) as error:
+    except (KeyboardInterrupt, TierstoreError) as error:
         why = f" ({error})" if isinstance(error, TierstoreError) else ""
         say_aside(
             f"import: the service may still load {where}, which is left to it{why}: `tierstore jobs --url {url}` says "
