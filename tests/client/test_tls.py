@@ -16,7 +16,7 @@ from tests.client.conftest import Make
 from tests.client.fake_service import FakeService, rows
 from tierstore.client.settings import Address
 from tierstore.client.unreachable import not_connected
-from tierstore.errors import InvalidInput, TierstoreError, Unreachable
+from tierstore.errors import InvalidInput, Unreachable
 
 
 @pytest.fixture(scope="module")

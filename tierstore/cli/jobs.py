@@ -16,7 +16,8 @@ def jobs(
     url: Url = None,
     cancel: Annotated[str | None, option("JOB", "Ask one to stop, by its id. It ends as failed.")] = None,
     acknowledge: Annotated[
-        str | None, option("JOB", "Say that a failed load is known, by its id: it is no problem in the status any more.")
+        str | None,
+        option("JOB", "Say that a failed load is known, by its id: it is no problem in the status any more."),
     ] = None,
     json: AsJson = False,
 ) -> None:

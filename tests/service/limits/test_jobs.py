@@ -151,7 +151,7 @@ def test_a_failed_load_is_a_problem_until_it_is_acknowledged_or_another_is_done_
     for job in wrong.values():
         ended(job, "failed")
     assert set(jobs.failed()) == {"a", "b", "c"}
-    assert f"typo: no such snapshot (job {wrong['a'].id};" in jobs.failed()["a"]
+    assert f"typo: no such snapshot (`tierstore jobs --acknowledge {wrong['a'].id}`" in jobs.failed()["a"]
     with pytest.raises(NotFound):
         jobs.acknowledge(wrong["a"].id, models=["b"])
     assert not wrong["a"].document()["acknowledged"]

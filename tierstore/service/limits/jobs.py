@@ -200,7 +200,7 @@ class Jobs:
                 last.setdefault(job.model, job)
         since_s = time.time() - FAILURE_SHOWN_S
         return {
-            model: f"{job.source}: {job.error} (job {job.id}; `tierstore jobs --acknowledge {job.id}` ends this problem)"
+            model: f"{job.source}: {job.error} (`tierstore jobs --acknowledge {job.id}` ends this problem)"
             for model, job in last.items()
             if job.state == "failed" and not job.acknowledged and (job.finished_s or 0.0) > since_s
         }
