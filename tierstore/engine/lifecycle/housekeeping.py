@@ -55,8 +55,9 @@ class Housekeeping:
         tasks: Mapping[str, Callable[[], None]],
         often: Mapping[str, float],
     ) -> None:
-        """Start it. `tasks`, by the text for their failure, run every 30 s, and soon after a version was closed; `often`
-        names those that run every so many seconds besides.
+        """Start it. `tasks`, by the text for their failure, run every 30 s, and soon after a version was closed.
+
+        `often`: those that run every so many seconds besides.
         """
         self.tasks.start(tending, tasks, often)
         self._job = folding.add(self._fold_and_close, EVERY_S)
