@@ -239,6 +239,7 @@ def test_rows_that_are_too_old_are_not_served(cli: Cli, tmp_path: Path, place: l
         *place,
     )
     assert done.code == 0, done.err
+    assert "2 rows of user, dim 1 (left out: 1 older than their ttl)" in done.out
     rows = cli("lookup", "old", "user", 1, 2, 3, *place, "--json").document["rows"]
     assert [row["found"] for row in rows] == [True, True, False]
     table = cli("status", "old", *place, "--json").document["models"]["old"]["tables"]["user"]

@@ -239,9 +239,10 @@ def _imported(
                 golden=golden,
             )
 
+        expired: dict[str, int] = {}
         if loads:
             try:
-                _load(write, data, url, progress)
+                expired = _load(write, model, data, url, progress)
             except SnapshotError as error:
                 raise (duplicate_in(tables, error) or error) from None
         else:
@@ -250,7 +251,8 @@ def _imported(
     return {
         "model": model,
         "version": number,
-        "rows": {table.name: table.rows for table in written},
+        "rows": {table.name: table.rows - expired.get(table.name, 0) for table in written},
+        "expired": expired,
         "dims": {table.name: table.dim for table in written},
         "left_out": {one.table: {"nulls": one.nulls, "duplicates": one.duplicates} for one in left_out},
         "dtypes": {table.name: table.dtype for table in written},
@@ -261,7 +263,10 @@ def _imported(
     }
 
 
-def _load(write: Callable[[], Path], data: Path | None, url: str | None, progress: ProgressFn) -> None:
+def _load(
+    write: Callable[[], Path], model: str, data: Path | None, url: str | None, progress: ProgressFn
+) -> dict[str, int]:
+    """Write a snapshot and load it. Returns how many of its rows were too old for that, by table."""
     with open_target(
         data, url, create=True
     ) as target:  # first, so that a locked data directory is reported before the work
@@ -269,6 +274,11 @@ def _load(write: Callable[[], Path], data: Path | None, url: str | None, progres
         try:
             version = target.load_snapshot(where.resolve(), progress=progress)
             warn_of_dense(target, where, version)
+            status = target.status(model)["models"][model]
+            if status["active_version"] != version:  # another one was loaded meanwhile
+                return {}
+            ttls = {name: table["ttl"] for name, table in status["tables"].items()}
+            return {name: ttl["expired_at_load"] for name, ttl in ttls.items() if ttl and ttl["expired_at_load"]}
         except KeyboardInterrupt:
             if service_url(data, url) is None:
                 _forget_unfinished(target, where)
@@ -404,7 +414,7 @@ def _say(json: bool, results: list[dict[str, Any]]) -> None:
         return
     for result in results:
         rows = ", ".join(
-            f"{count:,} rows of {name}, dim {result['dims'][name]}{_without(result['left_out'][name])}"
+            f"{count:,} rows of {name}, dim {result['dims'][name]}{_without(result['left_out'][name], result['expired'].get(name, 0))}"
             + _off(result["dtypes"][name], result["rounding"][name])
             for name, count in result["rows"].items()
         )
@@ -418,8 +428,9 @@ def _off(dtype: str, rounding: dict[str, float]) -> str:
     return f" as {dtype}, which is off by {rounding['largest']:.3g} at most and {rounding['mean']:.3g} on average"
 
 
-def _without(left_out: dict[str, int]) -> str:
+def _without(left_out: dict[str, int], expired: int) -> str:
     nulls, duplicates = left_out["nulls"], left_out["duplicates"]
-    parts = [f"{nulls:,} with a null"] if nulls else []
+    parts = [f"{expired:,} older than their ttl"] if expired else []
+    parts += [f"{nulls:,} with a null"] if nulls else []
     parts += [f"{duplicates:,} whose key comes again"] if duplicates else []
     return f" (left out: {', '.join(parts)})" if parts else ""

@@ -22,6 +22,7 @@ from cachetools import LRUCache
 from tierstore.engine.events.changes import REQUESTER, requester
 from tierstore.errors import Closed, Conflict, NotFound, Overloaded, RateLimited, TierstoreError
 from tierstore.service.error_status import as_text, log_failure, message_of
+from tierstore.phase_rate import PhaseRate
 from tierstore.threads import Thread
 from tierstore.types import Progress
 
@@ -66,16 +67,17 @@ class Job:
     finished_s: float | None = None
     acknowledged: bool = False  # somebody knows that it failed
     cancelled: threading.Event = field(default_factory=threading.Event)
-    phase_began_s: float = field(default_factory=time.monotonic)
-    phase_began_at: int = 0
+    pace: PhaseRate = field(default_factory=lambda: PhaseRate(Progress("queued"), time.monotonic()))
     moved_s: float = 0.0  # of the last progress; 0 before the job starts
 
     def note(self, progress: Progress) -> None:
-        """Note the progress; the rate is of its phase."""
+        """Note the progress."""
+        now_s = time.monotonic()
         if (progress.phase, progress.done) != (self.phase, self.done):
-            self.moved_s = time.monotonic()
+            self.moved_s = now_s
         if progress.phase != self.phase:
-            self.phase, self.phase_began_s, self.phase_began_at = progress.phase, time.monotonic(), progress.done
+            self.phase, self.pace = progress.phase, PhaseRate(progress, now_s)
+        self.pace.note(progress, now_s)
         self.done, self.total, self.waits_for = progress.done, progress.total, progress.waits_for
 
     @property
@@ -85,10 +87,7 @@ class Job:
 
     def document(self) -> dict[str, Any]:
         """The job as in `/admin/jobs/{id}`; `rate` in rows a second, `eta_s` to the end of the phase."""
-        running = self.state == "running"
-        elapsed_s = time.monotonic() - self.phase_began_s
-        moved = self.done - self.phase_began_at
-        rate = moved / elapsed_s if running and moved > 0 and elapsed_s > 0 else None
+        running, pace, now_s = self.state == "running", self.pace, time.monotonic()
         return {
             "job": self.id,
             "kind": self.kind,
@@ -100,9 +99,9 @@ class Job:
             "phase": self.phase,
             "done": self.done,
             "total": self.total,
-            "rate": rate,
+            "rate": (pace.per_second(now_s) or None) if running else None,
             "waits_for": self.waits_for if running else None,
-            "eta_s": (self.total - self.done) / rate if rate and self.total >= self.done else None,
+            "eta_s": pace.left_s(now_s) if running else None,
             "error": self.error,
             "error_type": self.error_type,
             "version": self.version,
