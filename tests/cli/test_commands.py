@@ -180,7 +180,7 @@ def test_an_import_is_written_beside_the_data_directory_of_the_settings(
     monkeypatch.setenv("TIERSTORE_DATA", str(tmp_path / "disk/data"))
     (tmp_path / "disk").mkdir()
     seen: list[Path] = []
-    monkeypatch.setattr("tierstore.cli.imports._load", lambda write, *_: seen.append(write()))
+    monkeypatch.setattr("tierstore.cli.imports._load", lambda write, *_: seen.append(write()) or {})
     words = ["items", "--model", "ctr", "--table", "item", "--key", "item_id", "--vector", "embedding"]
     assert cli("import", *words).code == 0
     assert [path.parents[1] for path in seen] == [tmp_path / "disk"]

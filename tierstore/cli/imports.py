@@ -413,13 +413,15 @@ def _say(json: bool, results: list[dict[str, Any]]) -> None:
         show.as_json(results[0] if len(results) == 1 else results)
         return
     for result in results:
-        rows = ", ".join(
-            f"{count:,} rows of {name}, dim {result['dims'][name]}{_without(result['left_out'][name], result['expired'].get(name, 0))}"
-            + _off(result["dtypes"][name], result["rounding"][name])
-            for name, count in result["rows"].items()
-        )
+        rows = ", ".join(_table_line(result, name) for name in result["rows"])
         done = "is active" if result["active"] else f"is in {result['snapshot']}"
         typer.echo(f"{result['model']} version {result['version']} {done}: {rows} ({result['seconds']:.1f} s)")
+
+
+def _table_line(result: dict[str, Any], name: str) -> str:
+    without = _without(result["left_out"][name], result["expired"].get(name, 0))
+    off = _off(result["dtypes"][name], result["rounding"][name])
+    return f"{result['rows'][name]:,} rows of {name}, dim {result['dims'][name]}{without}{off}"
 
 
 def _off(dtype: str, rounding: dict[str, float]) -> str:

@@ -21,8 +21,8 @@ from cachetools import LRUCache
 
 from tierstore.engine.events.changes import REQUESTER, requester
 from tierstore.errors import Closed, Conflict, NotFound, Overloaded, RateLimited, TierstoreError
-from tierstore.service.error_status import as_text, log_failure, message_of
 from tierstore.phase_rate import PhaseRate
+from tierstore.service.error_status import as_text, log_failure, message_of
 from tierstore.threads import Thread
 from tierstore.types import Progress
 
