@@ -295,6 +295,10 @@ def test_a_canary_from_its_first_share_to_its_promotion(cli: Cli, tmp_path: Path
     shared = cli("canary", "ctr", 2, "--share", "1", *place, "--json").document
     assert shared == {"model": "ctr", "canary": {"version": 2, "share": 1.0}}
     assert cli("lookup", "ctr", "item_id", 7, *place, "--json").document["rows"][0]["row"] == row(2, 7)
+    for version, of in (("1", 1), ("stable", 1), ("2", 2), ("canary", 2)):
+        answer = cli("lookup", "ctr", "item_id", 7, "--version", version, *place, "--json").document
+        assert answer["rows"][0]["row"] == row(of, 7)
+    assert "has no version 3" in cli("lookup", "ctr", "item_id", 7, "--version", "3", *place).err
     assert cli("label", "ctr", "trial", 2, *place).out == "ctr label trial stands for version 2\n"
     text = cli("status", "ctr", *place).out
     assert "canary 2 gets 100% of the requests" in text

@@ -111,9 +111,9 @@ def canary(
 
 def _memory(versions: Iterable[Mapping[str, Any]]) -> str:
     """How much memory for rows the canary has, and what is left to the active version; empty where that is unknown."""
-    from tierstore.cli.show import size
+    from tierstore.sizes import size_text
 
-    has = {one["state"]: size(one["host_bytes"]["budget"]) for one in versions if one.get("host_bytes")}
+    has = {one["state"]: size_text(one["host_bytes"]["budget"]) for one in versions if one.get("host_bytes")}
     if not {"active", "canary"} <= has.keys():
         return ""
     return f"; it has {has['canary']} of memory for rows, the active version {has['active']}"
