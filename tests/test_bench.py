@@ -46,6 +46,7 @@ def test_each_figure_stands_beside_a_limit_and_nothing_is_left(tmp_path: Path, m
     for figure in figures:
         assert figure["value"] > 0, figure
         assert 0 < figure["share"] < 100, figure
+    assert document["notes"][0].startswith("20,000 rows of 32 numbers are 2.4 MiB, which the processor's caches")
     assert not list(tmp_path.iterdir())
 
 

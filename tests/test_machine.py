@@ -67,7 +67,8 @@ def test_the_budgets_of_all_defaults_fit_beside_the_process_and_its_helpers(
 ):
     of_machine(monkeypatch, memory, cores)
     settings = Settings(data=tmp_path)
-    budgets = settings.host_budget + settings.overlay_budget + settings.load_memory + decoding_bytes()
+    budgets = settings.host_budget + settings.overlay_budget + settings.load_memory
+    budgets += decoding_bytes(settings.overlay_budget)
     assert PROCESS + settings.load_workers * HELPER + budgets <= memory
     assert budgets >= (memory - PROCESS - 4 * HELPER) // 2 or budgets > 5 << 30  # and they use it
     with tierstore.open(settings.data):
@@ -84,14 +85,15 @@ def test_on_a_large_machine_the_defaults_are_those_of_the_page(tmp_path, monkeyp
 @pytest.mark.parametrize(
     ("given", "named"),
     [({"host_budget": "1900MiB"}, "host_budget"), ({"load_memory": "2GiB"}, "load_memory"),
-     ({"overlay_budget": "2GiB"}, "overlay_budget"), ({"load_workers": 32}, "load_workers")],
+     ({"overlay_budget": "2GiB"}, "overlay_budget"), ({"load_workers": 32}, "load_workers"),
+     ({"max_inflight": "1GiB"}, "max_inflight"), ({"dense_memory": "1GiB"}, "dense_memory"),
+     ({"overlay_budget": "350MiB"}, "overlay_budget")],
 )  # fmt: skip
 def test_a_start_says_which_budget_does_not_fit_and_which_would(tmp_path, monkeypatch, caplog, given, named):
     of_machine(monkeypatch, 2 << 30)
     with tierstore.open(tmp_path / "data", **given):
-        assert [
-            name for name in ("host_budget", "overlay_budget", "load_memory", "load_workers") if name in caplog.text
-        ] == [named]
+        budgets = ("host_budget", "overlay_budget", "load_memory", "load_workers", "max_inflight", "dense_memory")
+        assert [name for name in budgets if name in caplog.text] == [named]
         assert "2.0 GiB" in caplog.text
         assert "fits" in caplog.text
 

@@ -35,6 +35,7 @@ from tierstore.formats.files import drop_from_cache
 from tierstore.formats.snapshot.writer import SnapshotWriter
 from tierstore.machine import memory_bytes, processors
 from tierstore.service.server import ServerThread
+from tierstore.sizes import size_text
 from tierstore.tiers.host.table import HostTable
 from tierstore.types import StorageDtype
 
@@ -49,6 +50,7 @@ ROUNDS, TURN_S = 9, 0.05
 _BATCH = 65_536
 _SCATTER = -7046029254386353131  # odd, so that row numbers become distinct keys all over the key space
 _SPACE = 5  # times the rows: the snapshot, the version, and files on their way
+_TELLING_BYTES = 128 << 20  # of rows: more than the caches of most processors
 _FEW_READS_S, _LONG_FLUSH_S, _FEW_HUGE_PAGES = 20_000, 0.005, 0.5  # from which on a note says so
 _ECHO = """
 import socket, sys
@@ -127,6 +129,13 @@ def run(
         figures = list(bench.figures())
     finally:
         shutil.rmtree(root, ignore_errors=True)
+    if rows * dim * 4 < _TELLING_BYTES:
+        bench.notes.insert(
+            0,
+            f"{rows:,} rows of {dim} numbers are {size_text(rows * 4 * dim)}, which the processor's caches and those "
+            "of the drive may hold: these figures say what a small table gives, and nothing of memory or the drive; "
+            "the default, 2,000,000 rows of 32, does",
+        )
     machine = f"{processors()} processors, {memory_bytes() / 2**30:.0f} GiB of memory; the drive of {where.resolve()}"
     return Report(machine, rows, dim, dtype.value, time.monotonic() - began, figures, bench.notes)
 

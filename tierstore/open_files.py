@@ -5,11 +5,13 @@ Any thread.
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 
 from tierstore.errors import StorageError
 
+_TOO_MANY = (errno.EMFILE, errno.ENFILE)
 _SPARE = 64  # for all that is not a store's files
 
 
@@ -38,6 +40,17 @@ def allow(more: int) -> None:
         held = soft
     if held + more > soft // 2:
         raise_to(soft + 2 * (held + more))
+
+
+def are_too_many(error: BaseException) -> bool:
+    """Whether an error comes from too many open files, which the next try may not meet."""
+    chain: BaseException | None = error
+    while chain is not None:
+        number = chain.errno if isinstance(chain, OSError) else None
+        if number in _TOO_MANY or any(os.strerror(each) in str(chain) for each in _TOO_MANY):  # a driver's has the text
+            return True
+        chain = chain.__cause__ or chain.__context__
+    return False
 
 
 def require(needed: int, what: str) -> None:

@@ -243,6 +243,8 @@ class ModelStatus(TypedDict):
     tables: dict[str, TableStatus]
     folded_watermark: NotRequired[int]
     last_event_time: NotRequired[str | None]
+    last_received_time: NotRequired[str | None]
+    last_received_from: NotRequired[str | None]  # None: unknown, as it came before this start
     delta_age_s: NotRequired[float | None]
     freshness_max_s: NotRequired[float]
     fresh: NotRequired[bool | None]  # None: there is no limit

@@ -61,6 +61,24 @@ def test_commands_go_through_a_socket_and_through_tls(
         assert (refused.code, "admin_listen alone" in refused.err) == (1, True)
 
 
+def test_a_token_for_one_model_does_for_commands_about_it(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tierstore.open(tmp_path / "data", port=0, source_root=[tmp_path], **SMALL) as store:
+        _, secret = TokenFile(store.settings.data / "tokens.json").create(Role.ADMIN, ["ctr"])
+        with ServerThread(store) as server:
+            monkeypatch.setenv("TIERSTORE_TOKEN", secret)
+            monkeypatch.setenv("TIERSTORE_URL", server.url)
+            for words in (
+                ["load", write_snapshot(tmp_path, 1)], ["load", write_snapshot(tmp_path, 2), "--no-activate"],
+                ["canary", "ctr", "2"], ["promote", "ctr"], ["status", "ctr"],
+            ):  # fmt: skip
+                run = cli(*words)
+                assert run.code == 0, run.err
+            refused = cli("status")
+            assert (refused.code, "name one of its own, as in `tierstore status ctr`" in refused.err) == (1, True)
+
+
 def test_a_token_is_not_sent_in_clear_to_another_machine(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TIERSTORE_TOKEN", "secret")
     url = "http://service.invalid:1"

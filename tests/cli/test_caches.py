@@ -109,7 +109,10 @@ def test_a_plan_by_what_a_service_measures(cli: Cli, url: str, tmp_path: Path, m
         (["--from", "URL"], "expected MODEL/TABLE"),
         (["--from", "URL", "--table", "ctr/item", "--zipf", "1"], "got two"),
         (["--from", "URL", "--table", "ctr/nothing"], "item, word"),
-        (["--from", "URL", "--table", "ctr/word"], "does not know yet"),
+        (
+            ["--from", "URL", "--table", "ctr/word"],
+            "(16 for each row that the cache has room for), and 0 were looked up so far",
+        ),
     ],
 )
 def test_a_plan_that_cannot_be_made(cli: Cli, url: str, words: list[str], says: str) -> None:

@@ -181,7 +181,7 @@ def test_an_import_is_written_beside_the_data_directory_of_the_settings(
     monkeypatch.setenv("TIERSTORE_DATA", str(tmp_path / "disk/data"))
     (tmp_path / "disk").mkdir()
     seen: list[Path] = []
-    monkeypatch.setattr("tierstore.cli.imports._load", lambda write, *_: seen.append(write()))
+    monkeypatch.setattr("tierstore.cli.imports._load", lambda write, *_: seen.append(write()) or {})
     words = ["items", "--model", "ctr", "--table", "item", "--key", "item_id", "--vector", "embedding"]
     assert cli("import", *words).code == 0
     assert [path.parents[1] for path in seen] == [tmp_path / "disk"]
@@ -240,6 +240,7 @@ def test_rows_that_are_too_old_are_not_served(cli: Cli, tmp_path: Path, place: l
         *place,
     )
     assert done.code == 0, done.err
+    assert "2 rows of user, dim 1 (left out: 1 older than their ttl)" in done.out
     rows = cli("lookup", "old", "user", 1, 2, 3, *place, "--json").document["rows"]
     assert [row["found"] for row in rows] == [True, True, False]
     table = cli("status", "old", *place, "--json").document["models"]["old"]["tables"]["user"]
@@ -315,10 +316,17 @@ def test_a_canary_from_its_first_share_to_its_promotion(cli: Cli, tmp_path: Path
         activate = [] if version == 1 else ["--no-activate"]
         assert cli("load", write_snapshot(tmp_path, version), *activate, *place).code == 0
     started = cli("canary", "ctr", 2, "--share", "12.5%", *place)
-    assert started.out == "ctr serves version 2 as canary, to 12.5% of the requests\n", started.err
+    says = (
+        r"ctr serves version 2 as canary, to 12.5% of the requests; it has (.+) of memory for rows, the active version "
+    )
+    assert re.fullmatch(rf"{says}\1\n", started.out), (started.out, started.err)  # there is room for all rows of both
     shared = cli("canary", "ctr", 2, "--share", "1", *place, "--json").document
     assert shared == {"model": "ctr", "canary": {"version": 2, "share": 1.0}}
     assert cli("lookup", "ctr", "item_id", 7, *place, "--json").document["rows"][0]["row"] == row(2, 7)
+    for version, of in (("1", 1), ("stable", 1), ("2", 2), ("canary", 2)):
+        answer = cli("lookup", "ctr", "item_id", 7, "--version", version, *place, "--json").document
+        assert answer["rows"][0]["row"] == row(of, 7)
+    assert "has no version 3" in cli("lookup", "ctr", "item_id", 7, "--version", "3", *place).err
     assert cli("label", "ctr", "trial", 2, *place).out == "ctr label trial stands for version 2\n"
     text = cli("status", "ctr", *place).out
     assert "canary 2 gets 100% of the requests" in text
@@ -330,7 +338,7 @@ def test_a_canary_from_its_first_share_to_its_promotion(cli: Cli, tmp_path: Path
     refused = cli("label", "ctr", "trial", 2, *place)
     assert refused.code == 1
     assert "may only point to what is served" in refused.err
-    assert cli("canary", "ctr", 2, *place).out.endswith("to 5% of the requests\n")
+    assert "to 5% of the requests; it has " in cli("canary", "ctr", 2, *place).out
     assert cli("activate", "ctr", 1, *place).out == "ctr serves version 1\n", "it does, so the canary goes on"
     assert cli("promote", "ctr", *place).out == "ctr serves version 2\n"
     assert cli("label", "ctr", "holdout", 2, *place).code == 0

@@ -46,6 +46,12 @@ def test_jobs_of_a_service_are_listed_and_stopped(two: Two, cli: Cli, tmp_path: 
     ended = cli("jobs", "--url", urls[0], "--cancel", job["job"])
     assert ended.code == 1
     assert "has ended: done" in ended.err
+    assert "has not failed" in cli("jobs", "--url", urls[0], "--acknowledge", job["job"]).err
+    assert cli("load", tmp_path / "ctr-1", "--url", urls[0]).code == 1, "it is there already"
+    assert "load_failed" in cli("status", "--url", urls[0]).out
+    failed, _ = cli("jobs", "--url", urls[0], "--json").document
+    assert cli("jobs", "--url", urls[0], "--acknowledge", failed["job"]).code == 0
+    assert "load_failed" not in cli("status", "--url", urls[0]).out
 
 
 def test_a_rollout_and_a_comparison(two: Two, cli: Cli, tmp_path: Path) -> None:

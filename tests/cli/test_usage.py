@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 import shlex
 import signal
+import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import typer.main
@@ -14,7 +16,8 @@ from rich.console import Console
 import tierstore
 from tests.cli.conftest import ROOT, Cli, python
 from tierstore import config
-from tierstore.cli import show
+from tierstore.access.audit import Audit
+from tierstore.cli import audit, jobs, show
 from tierstore.cli.app import application
 from tierstore.engine.store import Store
 from tierstore.service.server import ServerThread
@@ -235,6 +238,73 @@ def test_a_directory_that_is_held_open_names_url(cli: Cli, loaded: Store) -> Non
         assert run.code == 1
         assert "--url" in run.err
         assert len(run.err.splitlines()) == 1
+
+
+ENTRY = {
+    "job": "3f2a90c41d7be856", "kind": "load", "model": "ads_click_ranker", "source": "/snapshots/ctr/20261123022651",
+    "directory": None, "activate": True, "state": "failed", "phase": "read", "done": 5, "total": 9, "rate": None,
+    "waits_for": None, "eta_s": None, "error": "item/part-0.npy: row 17: " + "a long reason, " * 9,
+    "error_type": "SnapshotError", "version": 20261123022651, "seq": None, "report": None, "acknowledged": True,
+    "created_at": 1795400000.0, "finished_at": 1795400012.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("wide", [False, True], ids=["terminal", "pipe"])
+def test_jobs_and_the_audit_fit_100_columns_of_a_terminal_and_are_a_line_each_in_a_pipe(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, wide: bool
+) -> None:
+    width = 250 if wide else 100
+    monkeypatch.setattr(show, "console", lambda: Console(width=width, soft_wrap=wide))
+    running = ENTRY | {
+        "job": "a" * 16, "state": "running", "error": None, "version": None, "finished_at": None, "eta_s": 240.0,
+        "created_at": time.time(), "waits_for": "a storage", "acknowledged": False,
+    }  # fmt: skip
+    jobs._show([ENTRY, running])
+    lines = capsys.readouterr().out.splitlines()
+    for words in (
+        "3f2a90c41d7be856  load  ads_click_ranker  20261123022651  failed", "2026-11-23 02:13 UTC  12 s",
+        "/snapshots/ctr/20261123022651", "row 17", "(acknowledged)", "read 5 of 9, 240 s to go, waits: a storage",
+    ):  # fmt: skip
+        assert any(words in line for line in lines), words
+    assert len(lines) == 2 if wide else max(map(len, lines)) <= 100
+    who = "token 3f2a90c4 at 10.0.0.7:51312 (id abcdefabcdefabcd)"
+    Audit(tmp_path).change(
+        "load", who, "done", flush=False, model="ads_click_ranker", before={"active": 20261122022651},
+        after={"active": 20261123022651}, version=20261123022651, source="/snapshots/ctr/20261123022651",
+    )  # fmt: skip
+    audit.audit(directory=tmp_path)
+    lines = capsys.readouterr().out.splitlines()
+    assert "load  ads_click_ranker  done" in lines[0]
+    text = " ".join(" ".join(lines).split())
+    for words in (f"by {who}", "active 20261122022651 → 20261123022651", "source /snapshots/ctr/20261123022651"):
+        assert words in text
+    assert len(lines) == 1 if wide else max(map(len, lines)) <= 100
+
+
+def test_a_load_of_a_folder_that_is_not_there_says_so(cli: Cli, loaded: Store) -> None:
+    with ServerThread(loaded) as server:
+        for where in (["--url", server.url], ["--data", "new"]):
+            run = cli("load", "nosuch", *where)
+            assert (run.code, "nosuch" in run.err, "snapshot.json" in run.err) == (1, True, False), run.err
+            assert "no folder nosuch here" in run.err or "no such directory: nosuch" in run.err
+
+
+def test_a_status_says_how_old_the_newest_delta_is_and_who_sent_it(capsys: pytest.CaptureFixture[str]) -> None:
+    model = {
+        "active_version": 1, "watermark": 7, "versions": [], "tables": {}, "overlays": 2, "overlay_bytes": 4096,
+        "last_event_time": "2026-11-23T02:26:52+00:00", "last_received_time": "2026-11-23T02:27:01+00:00",
+        "last_received_from": "token trainer at 10.0.0.7:51312", "delta_age_s": 3 * 3600 + 61.0,
+    }  # fmt: skip
+    show.status({"models": {"ctr": model | {"freshness_max_s": 0}, "cvr": model | {"freshness_max_s": 900}}})
+    unbounded, bounded = (line for line in capsys.readouterr().out.splitlines() if "newest event" in line)
+    for words in (
+        "2026-11-23T02:26:52+00:00, 3 h ago", "received 2026-11-23 02:27 UTC from token trainer at 10.0.0.7:51312",
+        "2 overlays of 4.0 KiB",
+    ):  # fmt: skip
+        assert words in unbounded
+        assert words in bounded
+    assert "no limit is set (freshness_max_s)" in unbounded
+    assert "no limit" not in bounded
 
 
 def test_a_status_in_80_columns_cuts_nothing_and_shows_what_a_store_works_with(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 
 import numpy as np
@@ -284,6 +285,15 @@ def test_an_error_names_the_request_that_the_services_log_names_too(make: Make, 
     with pytest.raises(NotFound) as raised:
         client.predict("nobody", {"f": [1]}, request_id="user-8")
     assert raised.value.request_id == "user-8", "also where it is the metadata that fails"
+
+
+def test_an_error_of_a_connection_that_was_refused_names_no_request_as_no_log_has_it(make: Make) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    with pytest.raises(Unreachable) as refused:
+        make(f"http://127.0.0.1:{port}", retries=1, backoff_s=0.001).lookup("m", "f", [1], request_id="user-9")
+    assert refused.value.request_id is None
+    assert "request id" not in "".join(getattr(refused.value, "__notes__", []))
 
 
 def test_an_error_of_another_verb_and_of_no_answer_names_its_request_too(make: Make, service: FakeService) -> None:

@@ -16,7 +16,7 @@ from tests.client.conftest import Make
 from tests.client.fake_service import FakeService, rows
 from tierstore.client.settings import Address
 from tierstore.client.unreachable import not_connected
-from tierstore.errors import InvalidInput, TierstoreError, Unreachable
+from tierstore.errors import InvalidInput, Unreachable
 
 
 @pytest.fixture(scope="module")
@@ -143,8 +143,11 @@ def test_a_certificate_of_another_name_or_time_says_so(make: Make, tmp_path: Pat
     )
 
 
-def test_tls_at_one_end_alone_says_which_url_it_wants(make: Make, secure: FakeService, service: FakeService) -> None:
-    with pytest.raises(Unreachable, match="it does not speak TLS there: is it an http url"):
-        make(service.url.replace("http:", "https:"), retries=0).ready()
-    with pytest.raises(TierstoreError):  # Python's server closes without a word
-        make(secure.url.replace("https:", "http:"), retries=0).ready()
+def test_a_url_of_the_other_kind_is_named(make: Make, secure: FakeService, certificate: Path) -> None:
+    where = secure.url.removeprefix("https://")
+    with pytest.raises(Unreachable, match=f"http://{where} .*does it speak TLS, as https://{where}"):
+        make(f"http://{where}", retries=0).ready()
+    with FakeService() as plain:
+        where = plain.url.removeprefix("http://")
+        with pytest.raises(Unreachable, match=f"does not speak TLS there: is it http://{where}"):
+            make(f"https://{where}", ca=certificate, retries=0).ready()

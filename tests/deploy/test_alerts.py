@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import numpy as np
@@ -67,7 +68,9 @@ def test_prometheus_takes_the_rules_and_its_configuration(tmp_path: Path) -> Non
 
 
 def test_each_alert_has_a_part_in_the_runbook_and_each_part_an_alert() -> None:
-    named = {rule["annotations"]["runbook"].removeprefix("docs/runbook.md#") for rule in rules()}
+    links = [urlsplit(rule["annotations"]["runbook_url"]) for rule in rules()]
+    assert {(link.scheme, link.path) for link in links} == {("https", "/tierstore/runbook.html")}
+    named = {link.fragment for link in links}
     there = parts_of_the_runbook()
     assert named <= there
     linked = set(re.findall(r"\(#([a-z0-9-]+)\)", RUNBOOK))

@@ -13,11 +13,12 @@ from typing import Any
 import httpx
 import pytest
 import yaml
+from pydantic import ByteSize, TypeAdapter
 
 from tests.deploy.image import copy_context, environment, instruction
 from tests.service.fake_store import FakeStore
 from tests.test_docs import blocks
-from tierstore.config import ENV_PREFIX, Settings, load_settings
+from tierstore.config import ENV_PREFIX, Settings, load_settings, memory
 from tierstore.service.limits.slow_clients import FINISH_S
 from tierstore.service.server import GRPC_PORT, ServerThread
 
@@ -136,6 +137,27 @@ def test_additions_to_compose_set_what_the_service_has(name: str) -> None:
                 if key.startswith(ENV_PREFIX)
             },
         )
+
+
+def test_the_memory_that_compose_allows_holds_what_the_settings_ask_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = [one for name, one in compose()["services"].items() if name.startswith("node-")]
+    (limit,) = {TypeAdapter(ByteSize).validate_python(one["mem_limit"] + "ib") for one in nodes}  # 3g is 3 GiB there
+    monkeypatch.setattr(memory, "memory_bytes", lambda: limit)
+    monkeypatch.setattr(memory, "processors", lambda: 64)
+    for one in nodes:
+        settings = load_settings(None, host_budget=one["environment"]["TIERSTORE_HOST_BUDGET"])
+        assert memory.why_too_much(settings) is None
+        assert memory.why_too_much(settings.model_copy(update={"host_budget": limit})) is not None
+
+
+def test_the_bucket_that_nodes_read_from_is_made_before_they_start() -> None:
+    makes = compose()["services"]["objects-bucket"]
+    key = makes["environment"]["MC_HOST_objects"]
+    for node in compose("deploy/objects.yml")["services"].values():
+        bucket = node["environment"]["TIERSTORE_SOURCE_ROOT"].partition("s3://")[2]
+        assert makes["command"].endswith(f" objects/{bucket}")
+        assert f"//{node['environment']['AWS_ACCESS_KEY_ID']}:{node['environment']['AWS_SECRET_ACCESS_KEY']}@" in key
+        assert node["depends_on"] == {"objects-bucket": {"condition": "service_completed_successfully"}}
 
 
 def test_compose_is_of_its_schema() -> None:

@@ -485,7 +485,12 @@ def test_several_tables_of_one_file(tmp_path: Path) -> None:
     [
         ("tables = 1", "tables: "),
         ("[tables.item]\n", "tables.item.path: Field required"),
-        ('[tables.item]\npath = "x"\nkeys = "id"', "tables.item.keys: Extra inputs"),
+        ('[tables.item]\npath = "x"\nkeys = "id"', r"tables.item.keys: there is no such entry; did you mean .*key\b"),
+        ('[tables.item]\npath = "x"\nttl = "30d"', r"tables.item.ttl: there is no such entry; did you mean ttl_s"),
+        ('[tables.item]\npath = "x"\nfeatures.f.combine = "sum"', r"features.f.combine: .* did you mean combiner\?"),
+        ('[tables.item]\npath = "x"\nzzz = 1', r"tables.item.zzz: there is no such entry; there are path, key, vector"),
+        ('modle = "m"\n[tables.item]\npath = "x"', r"modle: there is no such entry; did you mean model\?"),
+        ('[tables.item]\npath = "x"\n[golden]\npath = "x"\nrtoll = 1', r"golden.rtoll: .* did you mean rtol"),
         ("not toml", "cannot be read"),
     ],
 )

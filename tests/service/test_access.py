@@ -269,7 +269,7 @@ def test_an_admin_of_some_models_follows_their_loads_and_knows_of_no_others(scen
         with pytest.raises(Forbidden, match="third alone: not for 'fourth'"):
             limited.load_snapshot(fourth)
         job = admin.start_load(fourth, model="fourth")
-        for asked in (limited.job, limited.cancel):
+        for asked in (limited.job, limited.cancel, limited.acknowledge):
             with pytest.raises(NotFound, match=f"no job '{job}'"):
                 asked(job)
         assert eventually(lambda: admin.job(job)["finished_at"], "the load to end")

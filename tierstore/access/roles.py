@@ -110,7 +110,10 @@ class Principal:
         if not self._is_for(model):
             assert self.models is not None
             names = ", ".join(sorted(self.models))
-            what = "this concerns all models" if model is None else f"not for {model!r}"
+            what = f"not for {model!r}"
+            if model is None:
+                one = next(iter(sorted(self.models)), "MODEL")
+                what = f"this concerns all models; name one of its own, as in `tierstore status {one}`"
             raise Forbidden(f"{self.name} is for {names} alone: {what}")
 
 

@@ -66,6 +66,7 @@ HTTP: tuple[tuple[str, str, Action], ...] = (
     ("PUT DELETE", "/admin/models/{model}/labels/{label}", Action.ADMIN),
     ("GET", "/admin/jobs", Action.ADMIN),
     ("GET DELETE", "/admin/jobs/{job}", Action.ADMIN),  # of which model it is says the job: service/admin/routes.py
+    ("POST", "/admin/jobs/{job}/acknowledge", Action.ADMIN),
     ("POST", "/admin/log-level", Action.ADMIN),
     ("GET", "/admin/parked", Action.ADMIN),
     ("GET", "/admin/parked/{name}", Action.ADMIN),

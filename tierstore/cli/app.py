@@ -20,7 +20,18 @@ from tierstore.cli.export import build, export
 from tierstore.cli.fleet import compare_nodes, rollout
 from tierstore.cli.imports import import_, import_hps
 from tierstore.cli.jobs import jobs, log_level
-from tierstore.cli.options import AsJson, Command, Data, KeysCommand, ModelName, Url, argument, option
+from tierstore.cli.options import (
+    AsJson,
+    Command,
+    Data,
+    KeysCommand,
+    ModelName,
+    ServedVersion,
+    Url,
+    argument,
+    number_or_label,
+    option,
+)
 from tierstore.cli.parked import parked
 from tierstore.cli.plan import plan
 from tierstore.cli.serve import ServeCommand, serve
@@ -41,6 +52,7 @@ from tierstore.cli.target import (
 from tierstore.cli.tokens import token
 from tierstore.cli.triton import triton_model
 from tierstore.cli.versions import activate, canary, drop, label, promote, rollback, withdraw
+from tierstore.sizes import size_text
 
 if TYPE_CHECKING:
     from tierstore.types import DeltaResult
@@ -134,6 +146,7 @@ def lookup(
     keys: Annotated[list[str], argument("KEY", "Keys.")],
     data: Data = None,
     url: Url = None,
+    version: ServedVersion = None,
     json: AsJson = False,
 ) -> None:
     """Look up rows."""
@@ -141,7 +154,8 @@ def lookup(
 
     with open_target(data, url) as target:
         parsed = parse_keys(keys, key_type(target.status(model), model, feature))
-        rows, found = target.model(model).lookup(feature, parsed, return_found=True)
+        wanted = number_or_label(version)
+        rows, found = target.model(model).lookup(feature, parsed, return_found=True, version=wanted)
     vectors = [[float(str(number)) for number in row] for row in rows]  # through text: 0.1, not 0.10000000149011612
     if json:
         entries = [
@@ -204,7 +218,7 @@ def verify(
         show.as_json({"ok": report.ok, **asdict(report)})
     else:
         typer.echo(
-            f"read {report.versions} versions, {report.rows:,} rows ({show.size(report.bytes_read)}) and "
+            f"read {report.versions} versions, {report.rows:,} rows ({size_text(report.bytes_read)}) and "
             f"{report.deltas:,} deltas back"
         )
         for line in report.golden:

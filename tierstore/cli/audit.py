@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,8 +33,6 @@ def audit(
 
     With time and outcome, oldest first.
     """
-    from rich.table import Table
-
     from tierstore.access.audit import read
     from tierstore.cli import show
     from tierstore.config import load_settings
@@ -46,13 +45,17 @@ def audit(
     if not wanted:
         typer.echo("no changes")
         return
-    table = Table("time", "who", "what", "model", "outcome", "before → after", "", box=None, header_style="bold")
-    for line in wanted:
-        moved = _moved(line.get("before"), line.get("after"))
-        more = ", ".join(f"{name} {value}" for name, value in line.items() if name not in _COLUMNS)
-        words = (line.get(name, "") for name in ("time", "who", "what", "model", "outcome"))
-        table.add_row(*(show.printable(word) for word in (*words, moved, more)))
-    show.console().print(table)
+    show.entries([_entry(line) for line in wanted])
+
+
+def _entry(line: Mapping[str, Any]) -> tuple[list[str], str]:
+    """A line of the audit in short words, and who it was, what has moved, and everything else."""
+    from tierstore.cli.show import plain
+
+    words = [plain(line.get(name)) for name in ("time", "what", "model", "outcome")]
+    parts = [f"by {line['who']}" if line.get("who") else "", _moved(line.get("before"), line.get("after"))]
+    parts += [f"{name} {value}" for name, value in line.items() if name not in _COLUMNS]
+    return words, plain(", ".join(filter(None, parts)))
 
 
 _COLUMNS = frozenset({"time", "who", "what", "model", "outcome", "before", "after"})

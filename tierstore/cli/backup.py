@@ -10,6 +10,7 @@ import typer
 
 from tierstore.cli.options import AsJson, Data, Url, argument, option
 from tierstore.cli.target import fate, local_user, open_target, say, written_to
+from tierstore.sizes import size_text
 
 
 def backup(
@@ -33,7 +34,6 @@ def backup(
     All its versions and its log; it goes on serving. OUT may have earlier backups: files that are there
     already are not written again.
     """
-    from tierstore.cli import show
     from tierstore.cli.progress import shown_progress
 
     if len(words) != (1 if all_models else 2):
@@ -45,8 +45,8 @@ def backup(
         reports = [target.backup(model, out, keep=keep, progress=progress) for model in models]
     where = written_to(data, url, out)
     lines = (
-        f"{each.model} is backed up at seq {each.seq} in {where}: {each.files:,} files, {show.size(each.bytes)}, of "
-        f"which {show.size(each.new_bytes)} are new"
+        f"{each.model} is backed up at seq {each.seq} in {where}: {each.files:,} files, {size_text(each.bytes)}, of "
+        f"which {size_text(each.new_bytes)} are new"
         for each in reports
     )
     say(json, {"directory": out, "models": [asdict(each) for each in reports]}, "\n".join(lines) or "there is no model")
@@ -66,7 +66,6 @@ def restore(
     The data directory must be one that no service has open. Every file is compared with its checksum. A model that is
     there already is not overwritten.
     """
-    from tierstore.cli import show
     from tierstore.cli.progress import shown_progress
     from tierstore.config import load_settings
     from tierstore.engine.events.changes import REQUESTER
@@ -80,7 +79,7 @@ def restore(
     finally:
         REQUESTER.reset(before)
     lines = (
-        f"{each.model} is restored at seq {each.seq} in {where}: {each.files:,} files, {show.size(each.bytes)}"
+        f"{each.model} is restored at seq {each.seq} in {where}: {each.files:,} files, {size_text(each.bytes)}"
         for each in reports
     )
     say(json, {"data": str(where), "models": [asdict(each) for each in reports]}, "\n".join(lines))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from tierstore.cli.options import AsJson, Data, ModelName, Url, argument, option
+from tierstore.cli.options import AsJson, Data, ModelName, ServedVersion, Url, argument, number_or_label
 from tierstore.cli.target import key_type, open_target, parse_keys, say
 
 
@@ -14,9 +14,7 @@ def explain(
     keys: Annotated[list[str], argument("KEY", "Keys, at most 100.")],
     data: Data = None,
     url: Url = None,
-    version: Annotated[
-        str | None, option("V", "Number or label of a version that is served (default: the active one).")
-    ] = None,
+    version: ServedVersion = None,
     json: AsJson = False,
 ) -> None:
     """Say why keys are answered as they are.
@@ -24,10 +22,9 @@ def explain(
     For each key: which tier answers, what every tier holds of it and whether they agree, how often it is asked for, and
     which delta wrote or deleted it last. Looking changes nothing.
     """
-    wanted = int(version) if version is not None and version.isdigit() else version
     with open_target(data, url) as target:
         parsed = parse_keys(keys, key_type(target.status(model), model, feature))
-        document = target.explain(model, feature, parsed, version=wanted)
+        document = target.explain(model, feature, parsed, version=number_or_label(version))
     say(json, document, _show)
 
 

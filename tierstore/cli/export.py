@@ -10,6 +10,7 @@ import typer
 
 from tierstore.cli.options import AsJson, Data, ModelName, Url, argument, option
 from tierstore.cli.target import check_directory, fate, open_target, ready_kernels, say, written_to
+from tierstore.sizes import size_text
 
 
 def build(
@@ -24,7 +25,6 @@ def build(
 
     Needs no data directory and no service. A build that was interrupted continues when it is started again.
     """
-    from tierstore.cli import show
     from tierstore.cli.progress import shown_progress
     from tierstore.formats.files import tree_bytes
     from tierstore.formats.objects import is_url
@@ -37,7 +37,7 @@ def build(
     with shown_progress("build", "the same command goes on with the files that are whole") as progress:
         version = build_snapshot(snapshot, out, partitions=partitions, progress=progress)
     seconds, nbytes = time.monotonic() - started_s, None if is_url(out) else tree_bytes(local_path(out))
-    size = "" if nbytes is None else f": {show.size(nbytes)}"
+    size = "" if nbytes is None else f": {size_text(nbytes)}"
     say(
         json,
         {"version": version, "directory": out, "bytes": nbytes, "seconds": round(seconds, 3)},

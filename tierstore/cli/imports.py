@@ -17,7 +17,7 @@ import typer
 from tierstore.cli.options import AsJson, Data, Url, argument, option
 from tierstore.cli.target import make_client, open_target, say_aside, service_url, warn_of_dense
 from tierstore.cli.triton import Batch, write_hps
-from tierstore.errors import ConfigError, Conflict, DeadlineExceeded, SnapshotError, TierstoreError, Unreachable
+from tierstore.errors import ConfigError, Conflict, NotFound, SnapshotError, TierstoreError
 
 if TYPE_CHECKING:
     from tierstore.client import Client
@@ -239,9 +239,10 @@ def _imported(
                 golden=golden,
             )
 
+        expired: dict[str, int] = {}
         if loads:
             try:
-                _load(write, data, url, progress)
+                expired = _load(write, model, data, url, progress)
             except SnapshotError as error:
                 raise (duplicate_in(tables, error) or error) from None
         else:
@@ -250,7 +251,8 @@ def _imported(
     return {
         "model": model,
         "version": number,
-        "rows": {table.name: table.rows for table in written},
+        "rows": {table.name: table.rows - expired.get(table.name, 0) for table in written},
+        "expired": expired,
         "dims": {table.name: table.dim for table in written},
         "left_out": {one.table: {"nulls": one.nulls, "duplicates": one.duplicates} for one in left_out},
         "dtypes": {table.name: table.dtype for table in written},
@@ -261,7 +263,10 @@ def _imported(
     }
 
 
-def _load(write: Callable[[], Path], data: Path | None, url: str | None, progress: ProgressFn) -> None:
+def _load(
+    write: Callable[[], Path], model: str, data: Path | None, url: str | None, progress: ProgressFn
+) -> dict[str, int]:
+    """Write a snapshot and load it. Returns how many of its rows were too old for that, by table."""
     with open_target(
         data, url, create=True
     ) as target:  # first, so that a locked data directory is reported before the work
@@ -269,6 +274,11 @@ def _load(write: Callable[[], Path], data: Path | None, url: str | None, progres
         try:
             version = target.load_snapshot(where.resolve(), progress=progress)
             warn_of_dense(target, where, version)
+            status = target.status(model)["models"][model]
+            if status["active_version"] != version:  # another one was loaded meanwhile
+                return {}
+            ttls = {name: table["ttl"] for name, table in status["tables"].items()}
+            return {name: ttl["expired_at_load"] for name, ttl in ttls.items() if ttl and ttl["expired_at_load"]}
         except KeyboardInterrupt:
             if service_url(data, url) is None:
                 _forget_unfinished(target, where)
@@ -304,14 +314,16 @@ def _stopped(model: str, where: Path, url: str | None) -> str:
                     f"the service had switched already: {model} serves version {ended['version']}, and "
                     f"`tierstore rollback {model}` goes back"
                 )
-            if model not in client.models():  # it was its first load
+            try:
+                client.status(model)
+            except NotFound:  # it was its first load
                 return none
             _forget_unfinished(client, where)
             number = snapshot_version(where)
             if any(one["version"] == number for one in client.status(model)["models"][model]["versions"]):
                 return f"version {number} is loaded and kept, and not active; what served before does so"
             return none
-    except (KeyboardInterrupt, Unreachable, DeadlineExceeded) as error:
+    except (KeyboardInterrupt, TierstoreError) as error:
         why = f" ({error})" if isinstance(error, TierstoreError) else ""
         say_aside(
             f"import: the service may still load {where}, which is left to it{why}: `tierstore jobs --url {url}` says "
@@ -401,13 +413,15 @@ def _say(json: bool, results: list[dict[str, Any]]) -> None:
         show.as_json(results[0] if len(results) == 1 else results)
         return
     for result in results:
-        rows = ", ".join(
-            f"{count:,} rows of {name}, dim {result['dims'][name]}{_without(result['left_out'][name])}"
-            + _off(result["dtypes"][name], result["rounding"][name])
-            for name, count in result["rows"].items()
-        )
+        rows = ", ".join(_table_line(result, name) for name in result["rows"])
         done = "is active" if result["active"] else f"is in {result['snapshot']}"
         typer.echo(f"{result['model']} version {result['version']} {done}: {rows} ({result['seconds']:.1f} s)")
+
+
+def _table_line(result: dict[str, Any], name: str) -> str:
+    without = _without(result["left_out"][name], result["expired"].get(name, 0))
+    off = _off(result["dtypes"][name], result["rounding"][name])
+    return f"{result['rows'][name]:,} rows of {name}, dim {result['dims'][name]}{without}{off}"
 
 
 def _off(dtype: str, rounding: dict[str, float]) -> str:
@@ -416,8 +430,9 @@ def _off(dtype: str, rounding: dict[str, float]) -> str:
     return f" as {dtype}, which is off by {rounding['largest']:.3g} at most and {rounding['mean']:.3g} on average"
 
 
-def _without(left_out: dict[str, int]) -> str:
+def _without(left_out: dict[str, int], expired: int) -> str:
     nulls, duplicates = left_out["nulls"], left_out["duplicates"]
-    parts = [f"{nulls:,} with a null"] if nulls else []
+    parts = [f"{expired:,} older than their ttl"] if expired else []
+    parts += [f"{nulls:,} with a null"] if nulls else []
     parts += [f"{duplicates:,} whose key comes again"] if duplicates else []
     return f" (left out: {', '.join(parts)})" if parts else ""

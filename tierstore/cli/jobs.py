@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
+from datetime import UTC, datetime
 from typing import Annotated, Any
 
 import typer
@@ -15,6 +17,10 @@ from tierstore.logs import LogLevel
 def jobs(
     url: Url = None,
     cancel: Annotated[str | None, option("JOB", "Ask one to stop, by its id. It ends as failed.")] = None,
+    acknowledge: Annotated[
+        str | None,
+        option("JOB", "Say that a failed load is known, by its id: it is no problem in the status any more."),
+    ] = None,
     json: AsJson = False,
 ) -> None:
     """List loads, exports and backups of a service.
@@ -27,6 +33,10 @@ def jobs(
         if cancel is not None:
             client.cancel(cancel)
             say(json, {"cancelled": cancel}, f"job {cancel} is asked to stop")
+            return
+        if acknowledge is not None:
+            client.acknowledge(acknowledge)
+            say(json, {"acknowledged": acknowledge}, f"job {acknowledge} is known to have failed")
             return
         found = client.jobs()
     say(json, found, _show if found else "no job is running, waiting or recently ended")
@@ -46,20 +56,26 @@ def log_level(
 
 
 def _show(found: list[dict[str, Any]]) -> None:
-    from rich.markup import escape
-    from rich.table import Table
-
     from tierstore.cli import show
 
-    now_s = time.time()
-    table = Table("job", "kind", "model", "state", "done", "", box=None, header_style="bold")
-    for job in found:
-        total = job["total"]
-        done = f"{job['done']:,}" + (f" of {total:,}" if total else "") if job["state"] == "running" else ""
-        seconds = (job["finished_at"] or now_s) - job["created_at"]
-        words = job["error"] or job["phase"] or job["waits_for"] or ("waits" if job["state"] == "running" else "")
-        eta = f", {job['eta_s']:,.0f} s to go" if job["eta_s"] is not None and job["state"] == "running" else ""
-        table.add_row(
-            job["job"], job["kind"], escape(job["model"]), job["state"], done, escape(f"{seconds:,.0f} s{eta}  {words}")
-        )
-    show.console().print(table)
+    show.entries([_entry(job) for job in found])
+
+
+def _entry(job: Mapping[str, Any]) -> tuple[list[str], str]:
+    """A job in short words, and what it works on, how far it is, and why it failed."""
+    from tierstore.cli import show
+
+    began, running = datetime.fromtimestamp(job["created_at"], UTC), job["state"] == "running"
+    seconds = (job["finished_at"] or time.time()) - job["created_at"]
+    words = [
+        job["job"], job["kind"], show.plain(job["model"]), show.plain(job["version"]) or "–", job["state"],
+        f"{began:%Y-%m-%d %H:%M} UTC", f"{seconds:,.0f} s",
+    ]  # fmt: skip
+    parts = [show.plain(job["source"] or job["directory"])]
+    if running:
+        parts.append(job["phase"] + (f" {job['done']:,} of {job['total']:,}" if job["total"] else ""))
+        parts += [f"{job['eta_s']:,.0f} s to go"] if job["eta_s"] is not None else []
+        parts += [f"waits: {show.plain(job['waits_for'])}"] if job["waits_for"] else []
+    if job["error"]:
+        parts.append(show.plain(job["error"]) + (" (acknowledged)" if job["acknowledged"] else ""))
+    return words, ", ".join(filter(None, parts))

@@ -64,6 +64,14 @@ Url = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 ModelName = Annotated[str, argument("MODEL", "Name of the model.")]
 VersionNumber = Annotated[int, argument("VERSION", "Number of the version.")]
+ServedVersion = Annotated[
+    str | None, option("V", "Number or label of a version that is served (default: the active one).")
+]
 Force = Annotated[
     bool, typer.Option("--force", help="Accept a version that lacks deltas which the log no longer holds.")
 ]
+
+
+def number_or_label(version: str | None) -> int | str | None:
+    """A `ServedVersion` as the store takes it."""
+    return int(version) if version is not None and version.isdigit() else version

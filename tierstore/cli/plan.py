@@ -15,6 +15,7 @@ import typer
 from tierstore.cli.options import AsJson, option
 from tierstore.cli.target import parse_number, parse_share
 from tierstore.errors import InvalidInput, NotFound, NotReady
+from tierstore.sizes import size_text
 
 if TYPE_CHECKING:
     from tierstore.sizing.outlook import Growth, Swing
@@ -43,6 +44,7 @@ Grows = Annotated[
 PageFile = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write it as a page with plots, too.")]
 From = Annotated[str | None, typer.Option("--from", metavar="URL", help="Or as a running service has it, for --table.")]
 SAMPLE_S = 5.0  # that a running service is watched
+_FIRST_AFTER = 16  # looked-up keys for each row of a cache, at most, after which its first estimate is there
 
 
 def plan(
@@ -202,7 +204,7 @@ def _show(outlook: _Outlook) -> None:
     from tierstore.cli import show
 
     made = outlook.plan
-    load, table, size = made.load, made.table, show.size
+    load, table, size = made.load, made.table, size_text
     say = typer.echo
     say(
         f"{load.rows:,.0f} rows of {load.dim} {load.dtype.value}: {load.row_bytes} bytes each, "
@@ -287,17 +289,15 @@ def _show_growth(growth: Growth, currency: str) -> None:
 
 
 def _columns(design: Design, rows: float) -> list[str]:
-    from tierstore.cli.show import size
-
     node = design.node
     return [
         design.name,
         str(design.nodes),
-        size(node.host_budget),
+        size_text(node.host_budget),
         f"{node.cached_rows:,.0f} ({100 * node.cached_rows / rows:.2f}%)",
         f"{100 * node.hit_rate:.1f}%",
-        size(node.disk) if node.disk else "–",
-        f"{size(node.network)}/s",
+        size_text(node.disk) if node.disk else "–",
+        f"{size_text(node.network)}/s",
         f"{node.reads:,.0f}",
         f"{node.cores:.1f}",
         "–" if design.away is None else f"{design.away.cores:.1f}",
@@ -334,8 +334,11 @@ class _Served:
                 (of["rows"] / rows, rate) for of in entry["cache"]["curve"] if (rate := of["hit_rate"]) is not None
             ]
             if not curve:
+                needed, asked = _FIRST_AFTER * entry["cache"]["rows"], sum(entry["lookup_keys"].values())
                 raise NotReady(
-                    f"{url} does not know yet what the cache of {name} would do at other sizes: it takes look-ups"
+                    f"{url} does not know yet what the cache of {name} would do at other sizes: that takes at most "
+                    f"{needed:,} looked-up keys ({_FIRST_AFTER} for each row that the cache has room for), and "
+                    f"{asked:,} were looked up so far"
                 )
             before, began_s = client.metrics(), time.monotonic()
             time.sleep(SAMPLE_S)

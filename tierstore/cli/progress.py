@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from tierstore.phase_rate import PhaseRate
     from tierstore.types import Progress, ProgressFn
 
 LINE_EVERY_S = 3.0
@@ -88,33 +89,35 @@ class _Lines:
     def __init__(self, what: str) -> None:
         self._what, self._last_s = what, 0.0
         self._now: Progress | None = None  # the newest of the phase
-        self._began_s, self._began_at = 0.0, 0  # when the phase did, and how much was done then
+        self._began_s = 0.0
+        self._rate: PhaseRate | None = None
 
     def report(self, progress: Progress) -> None:
+        from tierstore.phase_rate import PhaseRate
+
         now_s = time.monotonic()
-        if self._now is None or progress.phase != self._now.phase:
+        if self._rate is None or self._now is None or progress.phase != self._now.phase:
             self.end_phase()
-            self._began_s, self._began_at, self._last_s = now_s, progress.done, now_s
+            self._began_s = self._last_s = now_s
+            self._rate = PhaseRate(progress, now_s)
             self._write(progress, f"{_waits(progress)} …")
-        elif now_s - self._last_s >= LINE_EVERY_S:
-            self._last_s = now_s
-            rate, left = self._rate(progress, now_s), progress.total - progress.done
-            ahead = f", {_time(left / rate)} left" if rate and left >= 0 and progress.total else ""
-            self._write(progress, f"{_amount(progress)}{_per_second(rate)}{ahead}{_waits(progress)}")
+        else:
+            self._rate.note(progress, now_s)
+            if now_s - self._last_s >= LINE_EVERY_S:
+                self._last_s = now_s
+                rate, left_s = self._rate.per_second(now_s), self._rate.left_s(now_s)
+                ahead = f", {_time(left_s)} left" if left_s is not None else ""
+                self._write(progress, f"{_amount(progress)}{_per_second(rate)}{ahead}{_waits(progress)}")
         self._now = progress
 
     def end_phase(self) -> None:
         """What was reported last has ended well."""
-        if (last := self._now) is not None:
+        if (last := self._now) is not None and self._rate is not None:
             now_s = time.monotonic()
             amount = f" {last.done:,}" if last.done else ""
-            self._write(last, f"{amount} done in {_time(now_s - self._began_s)}{_per_second(self._rate(last, now_s))}")
-        self._now = None
-
-    def _rate(self, progress: Progress, now_s: float) -> float:
-        """How much is done a second."""
-        took_s = now_s - self._began_s
-        return (progress.done - self._began_at) / took_s if took_s > 0 else 0.0
+            rate = self._rate.per_second(now_s)
+            self._write(last, f"{amount} done in {_time(now_s - self._began_s)}{_per_second(rate)}")
+        self._now = self._rate = None
 
     def _write(self, progress: Progress, text: str) -> None:
         sys.stderr.write(f"{_label(self._what, progress.phase)}{text}\n")

@@ -6,14 +6,17 @@ import itertools
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
+from rich.padding import Padding
 from rich.table import Table
+from rich.text import Text
 
-from tierstore.status import dense_notes, golden_text
+from tierstore.sizes import size_text
+from tierstore.status import dense_notes, golden_text, unserved_parts
 
 TIERS = ("overlay", "device", "host", "disk", "remote", "absent")
 NUMBERS_SHOWN = 6
@@ -30,17 +33,21 @@ def as_json(document: Any) -> None:
 
 def printable(value: Any) -> str:
     """A text of others as a terminal may have it; nothing for None."""
+    return escape(plain(value))
+
+
+def plain(value: Any) -> str:
+    """A text of others without what a terminal would act on; nothing for None."""
     text = "" if value is None else str(value)
-    return escape("".join(letter if letter.isprintable() else "�" for letter in text))
+    return "".join(letter if letter.isprintable() else "�" for letter in text)
 
 
-def size(nbytes: float) -> str:
-    """`nbytes` for a person: `1.5 GiB`."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if nbytes < 1024:
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.1f} TiB"
+def span(seconds: float) -> str:
+    """`seconds` for a person, as on the status page: `3 h`, `90 s`."""
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds // length:.0f} {unit}"
+    return f"{seconds:.0f} s"
 
 
 def shares(lookup_keys: dict[str, int]) -> str:
@@ -58,6 +65,22 @@ def rows(keys: list[int] | list[str], found: list[bool], vectors: list[list[floa
         cut = " …" if len(vector) > NUMBERS_SHOWN else ""
         table.add_row(escape(str(key)), "yes" if is_found else "[yellow]no[/]", text + cut)
     console().print(table)
+
+
+def entries(found: Sequence[tuple[Sequence[str], str]]) -> None:
+    """Entries of a few short words, in columns, each with a text of any length: below it on a terminal, so that nothing
+    is squeezed, and behind it in a pipe, where a line is an entry.
+    """
+    out = console()
+    widths = [max(map(len, column)) for column in zip(*(words for words, _ in found), strict=True)]
+    for words, text in found:
+        line = "  ".join(word.ljust(width) for word, width in zip(words, widths, strict=True)).rstrip()
+        if out.soft_wrap:
+            out.print(f"{line}  {text}".rstrip(), markup=False, highlight=False)
+            continue
+        out.print(line, style="bold", markup=False, highlight=False)
+        if text:
+            out.print(Padding(Text(text), (0, 0, 0, 4)))
 
 
 def status(document: Mapping[str, Any]) -> None:
@@ -88,15 +111,14 @@ def status(document: Mapping[str, Any]) -> None:
             out.print(f"  {line}")
         for version, unfinished in model.get("unfinished", {}).items():
             out.print(
-                f"  the load of version {version} was interrupted; {size(unfinished['bytes'])} are kept to continue "
-                "from"
+                f"  the load of version {version} was interrupted; {size_text(unfinished['bytes'])} are kept to "
+                "continue from"
             )
         if undone := model.get("undone"):
             ranges = ", ".join(str(first) if first == last else f"{first} to {last}" for first, last in undone)
             out.print(f"  undone deltas: {ranges}")
         if model.get("last_event_time"):
-            waiting = f"{model.get('overlays', 0)} overlays of {size(model.get('overlay_bytes', 0))} not folded yet"
-            out.print(f"  newest event {model['last_event_time']}, {waiting}")
+            out.print(f"  {_newest_delta(model)}")
         if model["versions"]:
             out.print(_versions(model["versions"]))
         if model["tables"]:
@@ -112,10 +134,23 @@ def status(document: Mapping[str, Any]) -> None:
     ):  # fmt: skip
         budget = document.get(key)
         if budget and budget["total"]:
-            out.print(f"{what}: {size(budget['used'])} of {size(budget['total'])}")
+            out.print(f"{what}: {size_text(budget['used'])} of {size_text(budget['total'])}")
     disk = document.get("disk") or {}
     if disk.get("free") is not None:
-        out.print(f"disk: {size(disk['free'])} free, of which {size(disk['reserve'])} are kept (disk_reserve)")
+        out.print(
+            f"disk: {size_text(disk['free'])} free, of which {size_text(disk['reserve'])} are kept (disk_reserve)"
+        )
+
+
+def _newest_delta(model: Mapping[str, Any]) -> str:
+    """How old the newest delta is, who sent it, and what would say that it is too old."""
+    age_s, sender = model.get("delta_age_s"), model.get("last_received_from")
+    text = f"newest event {model['last_event_time']}"
+    text += f", {span(age_s)} ago" if age_s is not None else ""
+    text += f", received {_minute(model['last_received_time'])}" if model.get("last_received_time") else ""
+    text += f" from {printable(sender)}" if sender else ""
+    text += "" if model.get("freshness_max_s") else "; no limit is set (freshness_max_s)"
+    return f"{text}; {model.get('overlays', 0)} overlays of {size_text(model.get('overlay_bytes', 0))} not folded yet"
 
 
 def _notes(entry: Mapping[str, Any]) -> Iterator[str]:
@@ -170,7 +205,7 @@ def _tables(tables: dict[str, dict[str, Any]]) -> Table:
     )
     for name, table in tables.items():
         held = (
-            f"{tier} {size(n)}" + _room(table, tier)
+            f"{tier} {size_text(n)}" + _room(table, tier)
             for tier, n in table["tier_bytes"].items()
             if n or tier != "device"  # most machines have none
         )
@@ -186,7 +221,7 @@ def _room(table: dict[str, Any], tier: str) -> str:
     """How much more of a table a tier has room for; of memory in rows, as its bytes are taken before rows come."""
     budget, rows = table["tier_budget_bytes"].get(tier), table.get("host", {}).get("capacity_rows")
     if tier != "host" or rows is None:
-        return f" of {size(budget)}" if budget else ""
+        return f" of {size_text(budget)}" if budget else ""
     return ", room for every row" if rows >= table["rows"] else f", room for {rows:,} rows"
 
 

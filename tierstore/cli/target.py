@@ -169,11 +169,9 @@ def say_what_goes(target: Store | Client, model: str | None, snapshot: str | Pat
 
     try:
         model = model or snapshot_model(snapshot)
-    except InvalidInput:  # it can be read only where the service is
+        status = target.status(model)["models"][model]  # not of all models, for which its token may not ask
+    except (InvalidInput, NotFound):  # it can be read only where the service is; it is the model's first load
         return
-    if model not in target.models():
-        return
-    status = target.status(model)["models"][model]
     left = {one["version"]: one.get("left") for one in status["versions"]}
     if going := [f"{n} ({left[n] or 'never active'})" for n in status.get("to_drop", ()) if n in left]:
         say_aside(f"once it serves, {model} drops version{'s' * (len(going) > 1)} {', '.join(going)}")

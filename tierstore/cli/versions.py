@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -100,11 +101,22 @@ def canary(
     part = parse_share(share)
     with open_target(data, url) as target:
         target.canary(model, version, part, force=force)
+        memory = _memory(target.status(model)["models"][model]["versions"])
     say(
         json,
         {"model": model, "canary": {"version": version, "share": part}},
-        f"{model} serves version {version} as canary, to {100 * part:g}% of the requests",
+        f"{model} serves version {version} as canary, to {100 * part:g}% of the requests{memory}",
     )
+
+
+def _memory(versions: Iterable[Mapping[str, Any]]) -> str:
+    """How much memory for rows the canary has, and what is left to the active version; empty where that is unknown."""
+    from tierstore.sizes import size_text
+
+    has = {one["state"]: size_text(one["host_bytes"]["budget"]) for one in versions if one.get("host_bytes")}
+    if not {"active", "canary"} <= has.keys():
+        return ""
+    return f"; it has {has['canary']} of memory for rows, the active version {has['active']}"
 
 
 def promote(model: ModelName, data: Data = None, url: Url = None, json: AsJson = False) -> None:

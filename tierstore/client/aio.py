@@ -286,6 +286,10 @@ class AsyncClient(ClientBase[AsyncTransport]):
         """
         await self._transport.run(self._operations.cancel(job))
 
+    async def acknowledge(self, job: str) -> None:
+        """Tell the service that somebody knows of a failed load, which then is no problem in its status any more."""
+        await self._transport.run(self._operations.acknowledge(job))
+
     async def sample(
         self,
         model: str,

@@ -134,7 +134,8 @@ class _Connection(asyncio.BufferedProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.lost = True
-        self._end(connection_lost(exc))
+        heard = self.uses > 1 or self._incoming.started
+        self._end(connection_lost(self.pool.node.address, exc, heard=heard))
 
     def _end(self, error: TierstoreError | None) -> None:
         exchange, attempt = self._exchange, self.attempt

@@ -121,7 +121,8 @@ class Attempt:
         self.node, self.began_at, self.dropped = node, began_at, False
 
     def head(self, node: Node) -> bytes:
-        """The request's head."""
+        """The request's head, which is sent now."""
+        self.pending.is_sent = True
         nbytes = sum(memoryview(piece).nbytes for piece in self.outgoing.pieces)
         ours = f"x-request-id: {self.call.request_id}\r\n{self.call.trace}"
         lines = f"{node.header_lines}{ours}{self.outgoing.header_lines}"
@@ -144,6 +145,7 @@ class PendingCall:
         self._hedge_at: float | None = None
         self._fresh = False
         self._attempts = 0
+        self.is_sent = False  # to some node, whose log may have its id
         self.running: list[Attempt] = []
         self.reply: DocumentReply | None = None
         self.error: TierstoreError | None = None
@@ -305,7 +307,7 @@ class PendingCall:
 
     def _fail(self, error: TierstoreError) -> None:
         self._drop_all()
-        self.error = error.with_request_id(self.call.request_id)
+        self.error = error.with_request_id(self.call.request_id if self.is_sent else None)
 
     def _drop_all(self) -> None:
         for attempt in self.running:

@@ -16,7 +16,7 @@ from tierstore.client.attempts import Attempt
 from tierstore.client.connecting import open_socket
 from tierstore.client.settings import CONNECT_TIMEOUT_S, Node
 from tierstore.client.unreachable import connection_lost, not_connected
-from tierstore.errors import Closed, TierstoreError
+from tierstore.errors import Closed, TierstoreError, Unreachable
 from tierstore.forks import renew_in_child
 from tierstore.http1 import Incoming
 
@@ -89,7 +89,7 @@ class ServiceConnection:
                 if n == 0:
                     if self._incoming.closed():
                         return True
-                    raise connection_lost(None)
+                    raise self._lost(None)
                 if self._incoming.received(n):
                     return True
                 if n < len(buffer) and not self._tls:
@@ -97,7 +97,7 @@ class ServiceConnection:
         except OSError as error:
             if isinstance(error, TierstoreError):
                 raise
-            raise connection_lost(error) from error
+            raise self._lost(error) from error
 
     def _send(self) -> None:
         try:
@@ -117,7 +117,10 @@ class ServiceConnection:
             # Without one, reading fails.
             self._out = []
             if not isinstance(error, (BrokenPipeError, ConnectionResetError)):
-                raise connection_lost(error) from error
+                raise self._lost(error) from error
+
+    def _lost(self, error: Exception | None) -> Unreachable:
+        return connection_lost(self.pool.node.address, error, heard=self.uses > 1 or self._incoming.started)
 
     def close(self) -> None:
         self._incoming.forget()

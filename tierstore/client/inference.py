@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from tierstore.client import wire
 from tierstore.client.attempts import NodeCall, Outgoing, new_request_id
-from tierstore.client.replies import DocumentReply, Tensors
+from tierstore.client.replies import DocumentReply, Tensors, checked, part_of
 from tierstore.client.splitting import JoinedOutputs, Split
 from tierstore.errors import DeadlineExceeded, MissingExtra, NotFound, NotReady, TierstoreError, shown
 from tierstore.forks import renew_in_child
@@ -167,9 +167,11 @@ def metadata(
     if cached is not None and not renew:
         return cached
     reply = yield from exchange("GET", path, deadline, request_id=request_id)
-    document = reply.json()
-    if not isinstance(document, dict):
-        raise TierstoreError(f"expected a JSON object as metadata of model {model!r}: is it a tierstore?")
+    document = reply.object()
+    checked(document.get("parameters") or {}, dict, "an object of parameters")
+    for part in ("inputs", "outputs"):
+        for tensor in checked(document.get(part, []), list, f"a list of {part}"):
+            part_of(tensor, "name", str)
     cache.add_metadata(model, version, document)
     return document
 
@@ -264,10 +266,10 @@ def wanted_outputs(names: Sequence[str] | None, metadata: Mapping[str, Any]) -> 
 
     MissingExtra or NotReady where it is not run: the service would answer rows.
     """
-    why = metadata.get("parameters", {}).get("dense")
+    why = (metadata.get("parameters") or {}).get("dense")
     if names is None and why is not None:
-        message = f"model {metadata['name']!r}: the dense part is {why}"
-        raise MissingExtra(message) if "install tierstore[" in why else NotReady(message)
+        message = f"model {metadata.get('name')!r}: the dense part is {why}"
+        raise MissingExtra(message) if "install tierstore[" in str(why) else NotReady(message)
     return [wire.Output(name, {}) for name in names_of("outputs", names) or ()]
 
 

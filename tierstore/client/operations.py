@@ -36,6 +36,7 @@ from tierstore.client.inference import (
     wanted_outputs,
 )
 from tierstore.client.inputs import Batch, as_keys, check_options, predict_inputs
+from tierstore.client.replies import part_of
 from tierstore.client.settings import ClientSettings
 from tierstore.client.sources import delta_model, path_text, snapshot_model
 from tierstore.client.splitting import split_lookup, split_predict
@@ -189,8 +190,10 @@ class Operations:
         """The number of the version that is served under a label, by default the active one.
         NotFound for an unknown one."""
         document = yield from metadata(self._cache, model, version, self._deadline(), renew=True)
-        (number,) = document["versions"]
-        return int(number)
+        numbers = part_of(document, "versions", list)
+        if len(numbers) != 1 or not str(numbers[0]).isdecimal():
+            raise TierstoreError(f"expected the number of the version from the service, got {shown(numbers)}")
+        return int(numbers[0])
 
     def models(self) -> Operation[list[str]]:
         document = yield from self.status(None)
@@ -200,9 +203,10 @@ class Operations:
         return text("/metrics", self._deadline())
 
     def status(self, model: str | None) -> Operation[ServiceStatus]:
-        got = yield from self._json("GET", "/admin/models" if model is None else _admin(model))
+        got = yield from self._document("GET", "/admin/models" if model is None else _admin(model))
         listed = got if model is None else {"models": [got]}
-        return cast(ServiceStatus, {**listed, "models": {document["model"]: document for document in listed["models"]}})
+        models = {part_of(document, "model", str): document for document in part_of(listed, "models", list)}
+        return cast(ServiceStatus, {**listed, "models": models})
 
     # --- versions and deltas
 
@@ -215,7 +219,7 @@ class Operations:
         except InvalidInput as error:
             raise _narrowed(error, SnapshotError) from error
         document = yield from self._job_done(job, progress, SnapshotError)
-        return int(document["version"])
+        return part_of(document, "version", int)
 
     def export(
         self, model: str, directory: str | Path, version: Version, new_version: int | None, partitions: int | None,
@@ -226,22 +230,26 @@ class Operations:
         if partitions is not None:  # which a service of an earlier release does not know
             body["partitions"] = whole_number("partitions", partitions, 1, MAX_PARTITIONS)
         document = yield from self._written(model, "export", body, progress)
-        return ExportReport(model, int(document["version"]), int(document["seq"]), int(document["done"]))
+        version, seq, done = (part_of(document, name, int) for name in ("version", "seq", "done"))
+        return ExportReport(model, version, seq, done)
 
     def backup(
         self, model: str, directory: str | Path, keep: int, progress: ProgressFn | None
     ) -> Operation[BackupReport]:
         body = {"directory": path_text(directory), "keep": whole_number("keep", keep, 1)}
         document = yield from self._written(model, "backup", body, progress)
-        return BackupReport(**document["report"])
+        report = part_of(document, "report", dict)
+        version = None if report.get("version", 0) is None else part_of(report, "version", int)
+        counts = {name: part_of(report, name, int) for name in ("seq", "files", "bytes", "new_bytes")}
+        return BackupReport(part_of(report, "model", str), version, **counts)
 
     def _written(
         self, model: str, kind: str, body: Mapping[str, Any], progress: ProgressFn | None
     ) -> Operation[dict[str, Any]]:
         """Start a job that writes something, and return its document once it is done."""
         self._one_node("an export" if kind == "export" else "a backup")
-        started = yield from self._json("POST", f"{_admin(model)}/{kind}s", body)
-        return (yield from self._job_done(str(started["job"]), progress, TierstoreError))
+        started = yield from self._document("POST", f"{_admin(model)}/{kind}s", body)
+        return (yield from self._job_done(part_of(started, "job", str), progress, TierstoreError))
 
     def _job_done(
         self, job: str, progress: ProgressFn | None, otherwise: type[TierstoreError]
@@ -263,7 +271,7 @@ class Operations:
             if progress is not None and current != reported:
                 reported = current
                 progress(current)
-            if document["state"] != "running":
+            if part_of(document, "state", str) != "running":
                 return document
             yield Pause(pause_s)
             pause_s = min(pause_s * 1.5, longest_s)
@@ -271,16 +279,16 @@ class Operations:
     def start_load(self, source: Source, model: str, activate: bool) -> Operation[str]:
         self._one_node("a load")
         body = {"source": path_text(source), "activate": activate}
-        started = yield from self._json("POST", f"{_admin(model)}/snapshots", body)
-        return str(started["job"])
+        started = yield from self._document("POST", f"{_admin(model)}/snapshots", body)
+        return part_of(started, "job", str)
 
     def job(self, job: str) -> Operation[dict[str, Any]]:
         self._one_node("a job")
-        return dict((yield from self._json("GET", f"/admin/jobs/{_part('job', job)}")))
+        return (yield from self._document("GET", f"/admin/jobs/{_part('job', job)}"))
 
     def jobs(self) -> Operation[list[dict[str, Any]]]:
         self._one_node("a job")
-        return list((yield from self._json("GET", "/admin/jobs"))["jobs"])
+        return part_of((yield from self._document("GET", "/admin/jobs")), "jobs", list)
 
     def apply_delta(self, source: DeltaSource, model: str | None, timeout_s: float | None) -> Operation[DeltaResult]:
         self._one_node("a delta")
@@ -294,12 +302,17 @@ class Operations:
             )
         except InvalidInput as error:  # nothing but the delta can be that
             raise _narrowed(error, DeltaError) from error
-        document = reply.json()
-        return DeltaResult(model, int(document["seq"]), bool(document["applied"]), document.get("send_as"))
+        document = reply.object()
+        seq, applied = part_of(document, "seq", int), part_of(document, "applied", bool)
+        return DeltaResult(model, seq, applied, document.get("send_as"))
 
     def cancel(self, job: str) -> Operation[None]:
         self._one_node("a job")
         yield from self._json("DELETE", f"/admin/jobs/{_part('job', job)}")
+
+    def acknowledge(self, job: str) -> Operation[None]:
+        self._one_node("a job")
+        yield from self._json("POST", f"/admin/jobs/{_part('job', job)}/acknowledge")
 
     def activate(self, model: str, version: int, force: bool, expected_active: int | None) -> Operation[None]:
         body = {"version": whole_number("version", version, 1), **_options(force, expected_active)}
@@ -314,14 +327,14 @@ class Operations:
     ) -> Operation[dict[str, Any]]:
         body: dict[str, Any] = {"version": as_version(version), "keys": keys, "rows": rows}
         body |= {} if at_s is None else {"expired_at_s": at_s}  # an earlier release does not know it
-        return dict((yield from self._json("POST", f"{_admin(model)}/sample", body, repeat=True)))
+        return (yield from self._document("POST", f"{_admin(model)}/sample", body, repeat=True))
 
     def digests(self, model: str, wanted: Mapping[str, Any]) -> Operation[dict[str, Any]]:
         self._one_node("a digest")
         body = {**wanted, "version": as_version(wanted["version"])}
         body |= {name: number_or_none(name, wanted[name], 0) for name in ("seq", "expired_at_s")}
         body["buckets"] = whole_number("buckets", wanted["buckets"], 1)
-        return dict((yield from self._json("POST", f"{_admin(model)}/digests", body, repeat=True)))
+        return (yield from self._document("POST", f"{_admin(model)}/digests", body, repeat=True))
 
     def explain(self, model: str, feature: str, keys: Any, version: Version) -> Operation[dict[str, Any]]:
         self._one_node("an explanation")
@@ -330,17 +343,17 @@ class Operations:
             "keys": as_keys(keys).tolist(),
             "version": as_version(version),
         }
-        return dict((yield from self._json("POST", f"{_admin(model)}/explain", body, repeat=True)))
+        return (yield from self._document("POST", f"{_admin(model)}/explain", body, repeat=True))
 
     def cache(self, model: str, table: str, limit: int) -> Operation[dict[str, Any]]:
         limit = whole_number("limit", limit, 1)
         path = f"{_admin(model)}/tables/{known_name('table', table)}/cache?limit={limit}"
-        return dict((yield from self._json("GET", path)))
+        return (yield from self._document("GET", path))
 
     def rollback(self, model: str, to_seq: int | None, force: bool, expected_active: int | None) -> Operation[int]:
         body = {} if to_seq is None else {"to_seq": whole_number("to_seq", to_seq, 0)}
         document = yield from self._switch(model, "rollback", {**body, **_options(force, expected_active)})
-        return int(document["active_version"])
+        return part_of(document, "active_version", int)
 
     def canary(self, model: str, version: int, share: float, force: bool) -> Operation[None]:
         body = {"version": whole_number("version", version, 1), "share": check_share(share)} | _options(force)
@@ -348,11 +361,11 @@ class Operations:
 
     def promote(self, model: str) -> Operation[int]:
         document = yield from self._switch(model, "promote", None)
-        return int(document["active_version"])
+        return part_of(document, "active_version", int)
 
     def withdraw(self, model: str) -> Operation[int]:
         document = yield from self._switch(model, "withdraw", None)
-        return int(document["withdrawn"])
+        return part_of(document, "withdrawn", int)
 
     def drop(self, model: str, version: int) -> Operation[None]:
         self._one_node("a drop")
@@ -369,11 +382,11 @@ class Operations:
             yield from self._json("PUT", f"{_admin(model)}/labels/{check_name('label', name)}", body)
 
     def parked(self, all_states: bool) -> Operation[list[dict[str, Any]]]:
-        document = yield from self._json("GET", f"/admin/parked?all_states={str(all_states).lower()}")
-        return list(document["parked"])
+        document = yield from self._document("GET", f"/admin/parked?all_states={str(all_states).lower()}")
+        return part_of(document, "parked", list)
 
     def parked_message(self, name: str) -> Operation[dict[str, Any]]:
-        return dict((yield from self._json("GET", _parked(name))))
+        return (yield from self._document("GET", _parked(name)))
 
     def parked_payload(self, name: str) -> Operation[bytes]:
         reply = yield from exchange("GET", f"{_parked(name)}/payload", self._deadline())
@@ -381,11 +394,11 @@ class Operations:
 
     def decide_parked(self, name: str, verb: str) -> Operation[dict[str, Any]]:
         """`retry` or `skip`."""
-        return dict((yield from self._json("POST", f"{_parked(name)}/{verb}")))
+        return (yield from self._document("POST", f"{_parked(name)}/{verb}"))
 
     def log_level(self, level: str) -> Operation[Any]:
         self._one_node("a log level")
-        return (yield from self._json("POST", "/admin/log-level", {"level": level}))["before"]
+        return part_of((yield from self._document("POST", "/admin/log-level", {"level": level})), "before", str)
 
     # --- inside
 
@@ -401,13 +414,18 @@ class Operations:
     def _deadline(self, timeout_s: float | None = None) -> Deadline:
         return Deadline(self._settings.timeout_s if timeout_s is None else timeout_s)
 
+    def _document(
+        self, method: str, path: str, body: Any = None, *, repeat: bool | None = None
+    ) -> Operation[dict[str, Any]]:
+        return (yield from exchange(method, path, self._deadline(), body, repeat=repeat)).object()
+
     def _json(self, method: str, path: str, body: Any = None, *, repeat: bool | None = None) -> Operation[Any]:
         return (yield from exchange(method, path, self._deadline(), body, repeat=repeat)).json()
 
     def _switch(self, model: str, verb: str, body: Mapping[str, Any] | None) -> Operation[dict[str, Any]]:
         self._one_node("a switch")
         deadline = Deadline(max(SWITCH_TIMEOUT_S, self._settings.timeout_s))
-        return dict((yield from exchange("POST", f"{_admin(model)}/{verb}", deadline, body)).json())
+        return (yield from exchange("POST", f"{_admin(model)}/{verb}", deadline, body)).object()
 
     def _request(self, model: str, options: LookupOptions | PredictOptions) -> InferenceRequest:
         request_id = options.get("request_id")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -29,9 +29,11 @@ from tierstore.errors import (
     Unauthorized,
     Unreachable,
     WrongPartition,
+    shown,
 )
 from tierstore.http1 import body_memory, decimal
 
+T = TypeVar("T")
 Destination = Callable[[str, tuple[int, ...], np.dtype[Any]], npt.NDArray[Any] | None]
 
 
@@ -68,6 +70,24 @@ class DocumentReply:
             return orjson.loads(self.body)
         except ValueError as error:
             raise TierstoreError("expected JSON from the service, got something else: is it a tierstore?") from error
+
+    def object(self) -> dict[str, Any]:
+        """The document, which is a JSON object. TierstoreError for any other one."""
+        return checked(self.json(), dict, "a JSON object")
+
+
+def checked(value: Any, kind: type[T], what: str) -> T:
+    """A part of a service's answer, if it is of that kind. TierstoreError else: something else answers there."""
+    if isinstance(value, kind):
+        return value
+    raise TierstoreError(
+        f"expected {what} from the service, got {shown(value)}: is it a tierstore, and of a release that knows this?"
+    )
+
+
+def part_of(document: Any, name: str, kind: type[T]) -> T:
+    """A field of a document in a service's answer. TierstoreError where there is none of that kind."""
+    return checked(checked(document, dict, "a JSON object").get(name), kind, f"{kind.__name__} as {name!r}")
 
 
 class Tensors(DocumentReply):

@@ -40,6 +40,11 @@ def delta_model(data: bytes) -> str:
 
 def _read(source: str | Path, name: str) -> Any:
     root = Path(path_text(source).removeprefix("file://"))
+    if "://" not in str(source) and not root.is_dir():
+        raise SnapshotError(
+            f"there is no folder {root} here, so the {name} of the snapshot in it cannot be read; where only the "
+            f"service has it, name the {name} ({name}=, --{name})"
+        )
     built = root / "built.json"
     path = built if built.is_file() else root / "snapshot.json"
     try:

@@ -284,6 +284,10 @@ class Client(ClientBase[Transport]):
         """
         self._transport.run(self._operations.cancel(job))
 
+    def acknowledge(self, job: str) -> None:
+        """Tell the service that somebody knows of a failed load, which then is no problem in its status any more."""
+        self._transport.run(self._operations.acknowledge(job))
+
     def sample(
         self,
         model: str,

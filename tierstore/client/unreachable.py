@@ -25,20 +25,23 @@ def not_connected(address: Address, error: Exception) -> Unreachable:
                 "line, or SSL_CERT_FILE"
             )
         return Unreachable(f"the certificate of {address.url} is not trusted: {error.verify_message}; {what}")
-    return Unreachable(f"no service answers at {address.url}: {_shown(error)}")
+    return Unreachable(f"no service answers at {address.url}: {_shown(address, error)}")
 
 
-def connection_lost(error: Exception | None) -> Unreachable:
-    """The error of a connection that ended before the answer was there."""
+def connection_lost(address: Address, error: Exception | None, *, heard: bool) -> Unreachable:
+    """The error of a connection that ended before the answer was there; `heard`: the service had sent something on it
+    before.
+    """
+    hint = "" if heard or address.tls or address.socket else f": does it speak TLS, as https://{address.authority}?"
     if error is None:
-        return Unreachable("the service closed the connection before it answered")
-    return Unreachable(f"the connection failed: {_shown(error)}")
+        return Unreachable(f"{address.url} closed the connection before it answered{hint}")
+    return Unreachable(f"the connection to {address.url} failed: {_shown(address, error)}{hint}")
 
 
-def _shown(error: Exception) -> str:
+def _shown(address: Address, error: Exception) -> str:
     text, reason = str(error) or "timed out", getattr(error, "reason", None) or ""
     if reason in _NO_TLS:
-        return f"{text}; it does not speak TLS there: is it an http url?"
+        return f"{text}; it does not speak TLS there: is it http://{address.authority}?"
     if "ALERT" in reason and any(word in reason for word in ("CERTIFICATE", "UNKNOWN_CA", "HANDSHAKE_FAILURE")):
         return (
             f"{text}; the service asks for a certificate that it trusts: cert= and key= of the client, TIERSTORE_CERT "

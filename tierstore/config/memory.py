@@ -2,24 +2,41 @@
 
 A control group ends a process that takes more, so what is not given says less there: the host tier gets half of what is
 left beside the process itself and its load helpers, and deltas in memory, deltas that are decoded and loads an eighth
-each.
+each. What is left then is for requests and the tensors of dense parts: bounds that are far above what is used, so they
+count only where they are given.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Set
+from typing import NamedTuple, Protocol
 
 from pydantic import ByteSize
 
 from tierstore.machine import memory_bytes, processors
+from tierstore.sizes import size_text
 
 PROCESS_BYTES = 350 << 20  # Python, libraries and compiled kernels of a service
 HELPER_BYTES = 150 << 20  # of a load helper, before it holds any row
-_HOST, _OVERLAYS, _LOADS, _DECODING = 4 << 30, 256 << 20, 512 << 20, 1 << 30  # where there is enough
 _MOST_HELPERS = 4
-_PART = 8
 _HELPERS_PART = 6
+
+
+class _Share(NamedTuple):
+    """What a budget may be: at most so many bytes, and at most one of so many parts of what is left."""
+
+    most: int
+    parts: int
+
+    @property
+    def nbytes(self) -> ByteSize:
+        return ByteSize(min(self.most, _left() // self.parts))
+
+
+_HOST, _OVERLAYS, _LOADS = _Share(4 << 30, 2), _Share(256 << 20, 8), _Share(512 << 20, 8)
+_DECODING = _Share(1 << 30, 8)
+_ALWAYS = {"host_budget": _HOST, "overlay_budget": _OVERLAYS, "load_memory": _LOADS}
+_IF_GIVEN = {"max_inflight": _Share(1 << 30, 16), "dense_memory": _Share(2 << 30, 16)}
 
 
 def default_load_workers() -> int:
@@ -28,20 +45,20 @@ def default_load_workers() -> int:
 
 
 def default_host_budget() -> ByteSize:
-    return ByteSize(min(_HOST, _left() // 2))
+    return _HOST.nbytes
 
 
 def default_overlay_budget() -> ByteSize:
-    return ByteSize(min(_OVERLAYS, _left() // _PART))
+    return _OVERLAYS.nbytes
 
 
 def default_load_memory() -> ByteSize:
-    return ByteSize(min(_LOADS, _left() // _PART))
+    return _LOADS.nbytes
 
 
-def decoding_bytes() -> int:
-    """For all deltas that are being decoded."""
-    return min(_DECODING, _left() // _PART)
+def decoding_bytes(overlay_budget: int) -> int:
+    """For all deltas that are being decoded: one that fits into `overlay_budget` can be."""
+    return max(_DECODING.nbytes, overlay_budget)
 
 
 def _left() -> int:
@@ -50,39 +67,29 @@ def _left() -> int:
 
 
 class _Budgets(Protocol):
-    host_budget: ByteSize
-    overlay_budget: ByteSize
-    load_memory: ByteSize
     load_workers: int
+
+    @property
+    def model_fields_set(self) -> Set[str]: ...
 
 
 def why_too_much(settings: _Budgets) -> str | None:
     """Which settings do not fit into the memory that this process may use, and what would; None if all do."""
-    memory = memory_bytes()
-    given: Mapping[str, int] = {
-        "host_budget": settings.host_budget, "overlay_budget": settings.overlay_budget,
-        "load_memory": settings.load_memory, "load_workers": settings.load_workers,
-    }  # fmt: skip
-    fits: Mapping[str, int] = {
-        "host_budget": default_host_budget(), "overlay_budget": default_overlay_budget(),
-        "load_memory": default_load_memory(), "load_workers": default_load_workers(),
-    }  # fmt: skip
-    helpers = settings.load_workers * HELPER_BYTES
-    total = PROCESS_BYTES + helpers + settings.host_budget + settings.overlay_budget + settings.load_memory
+    counted = _ALWAYS | {name: share for name, share in _IF_GIVEN.items() if name in settings.model_fields_set}
+    given = {name: int(getattr(settings, name)) for name in counted}
+    memory, helpers = memory_bytes(), settings.load_workers * HELPER_BYTES
+    total = PROCESS_BYTES + helpers + sum(given.values()) + decoding_bytes(given["overlay_budget"])
     if total <= memory:
         return None
-    larger = [f"{name} {_shown(name, given[name])}, where {_shown(name, fits[name])} fits" for name in given
-              if given[name] > fits[name]]  # fmt: skip
+    larger = [
+        f"{name} {size_text(given[name])}, where {size_text(share.nbytes)} fits"
+        for name, share in counted.items()
+        if given[name] > share.nbytes
+    ]
+    if settings.load_workers > (workers := default_load_workers()):
+        larger.append(f"load_workers {settings.load_workers}, where {workers} fits")
     return (
-        f"this process may use {_size(memory)} of memory, and its settings allow it {_size(total)}, of which "
-        f"{_size(PROCESS_BYTES)} are the process itself and {_size(helpers)} its load helpers: a load, or deltas, may "
-        f"get it killed. Too much is {'; '.join(larger) or 'what the process takes by itself'}"
+        f"this process may use {size_text(memory)} of memory, and its settings allow it {size_text(total)}, of which "
+        f"{size_text(PROCESS_BYTES)} are the process itself and {size_text(helpers)} its load helpers: a load, or "
+        f"deltas, may get it killed. Too much is {'; '.join(larger) or 'what the process takes by itself'}"
     )
-
-
-def _shown(name: str, value: int) -> str:
-    return str(value) if name == "load_workers" else _size(value)
-
-
-def _size(nbytes: int) -> str:
-    return ByteSize(nbytes).human_readable(separator=" ")

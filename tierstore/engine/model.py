@@ -121,7 +121,7 @@ class Model:
         """Begin housekeeping. After `catalogue.find`. The placement, which has the pointer, opens what is served."""
         tasks = Tasks(self.state, self.opener, self.drops, lambda: self.housekeeping.stopping)
         shared = self.state.shared
-        self.housekeeping.start(shared.folding, shared.tending, tasks.by_problem())
+        self.housekeeping.start(shared.folding, shared.tending, tasks.by_problem(), tasks.often())
 
     def close(self) -> None:
         """Stop the background work, wait for look-ups under way, and close what is open."""

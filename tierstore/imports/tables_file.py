@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import tomllib
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails
 
 from tierstore.errors import SnapshotError
 from tierstore.formats.snapshot.golden import RTOL
@@ -62,7 +64,7 @@ class TablesFile(_Strict):
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise SnapshotError(f"cannot be read: {error}", file=str(path)) from error
         except ValidationError as error:
-            shown = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:3])
+            shown = "; ".join(map(_shown, error.errors()[:3]))
             raise SnapshotError(shown, file=str(path)) from error
 
     def examples(self, root: Path) -> GoldenFile | None:
@@ -73,6 +75,24 @@ class TablesFile(_Strict):
     def sources(self, root: Path) -> list[TableSource]:
         """The tables; relative paths start from the directory `root`."""
         return [_source(name, entry, root) for name, entry in self.tables.items()]
+
+
+def _shown(problem: ErrorDetails) -> str:
+    """What is wrong with an entry, and the name that was meant where there is none of that name."""
+    *within, name = map(str, problem["loc"])
+    where = ".".join([*within, name])
+    if problem["type"] != "extra_forbidden":
+        return f"{where}: {problem['msg']}"
+    kind = _KINDS.get((len(within), within[0] if within else ""), TablesFile)
+    close = [known for known in kind.model_fields if known.startswith(f"{name}_")]
+    close += difflib.get_close_matches(name, kind.model_fields, 3)
+    names = ", ".join(dict.fromkeys(close)) or ", ".join(kind.model_fields)
+    return f"{where}: there is no such entry; {'did you mean' if close else 'there are'} {names}{'?' if close else ''}"
+
+
+_KINDS: dict[tuple[int, str], type[BaseModel]] = {
+    (2, "tables"): _TableEntry, (4, "tables"): _FeatureEntry, (1, "golden"): _GoldenEntry,
+}  # fmt: skip
 
 
 def _source(name: str, entry: _TableEntry, root: Path) -> TableSource:

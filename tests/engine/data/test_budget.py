@@ -91,6 +91,34 @@ def test_a_second_version_of_a_model_is_no_loss_to_the_others(total, others, nee
     assert abs(beside[-1] - beside[-2]) <= 1
 
 
+def test_versions_of_a_model_share_by_their_requests_and_none_gets_less_than_for_a_quarter_of_them():
+    for share, part in ((0.5, 0.5), (0.4, 0.4), (0.25, 0.25), (0.1, 0.25 / 1.15), (0.0, 0.25 / 1.25), (1.0, 1 / 1.25)):
+        active, canary, other = deal_caches(3000, [9000, 9000, 9000], "aab", [1 - share, share, 1.0])
+        assert abs(other - 1500) <= 1, "the canary takes nothing from another model"
+        assert abs(canary - 1500 * part) <= 1
+        assert abs(active - 1500 * (1 - part)) <= 1
+
+
+@in_ci
+@given(total=sizes, open_=models, asked=st.dictionaries(st.integers(0, 3), st.floats(0, 1e9)), data=st.data())
+def test_shares_and_traffic_neither_hold_memory_back_nor_hand_it_out_twice(total, open_, asked, data):
+    needs, whose = [need for need, _ in open_], [model for _, model in open_]
+    shares = data.draw(st.lists(st.floats(0, 1), min_size=len(needs), max_size=len(needs)))
+    dealt = deal_caches(total, needs, whose, shares, asked)
+    assert all(0 <= share <= need for share, need in zip(dealt, needs, strict=True))
+    assert min(total, sum(needs)) - len(needs) <= sum(dealt) <= total
+
+
+def test_memory_goes_to_the_models_that_are_looked_up():
+    mib = 1 << 20
+    assert deal_caches(128, [1000, 1000], "ab", None, {"a": 3 * mib, "b": mib}) == [96, 32]
+    idle, busy = deal_caches(128, [2000, 1000], "ab", None, {"a": 0, "b": 50 * mib})
+    assert (idle, busy) == (4, 123), "a small part of what is dealt by size"
+    assert deal_caches(128, [2000, 100], "ab", None, {"a": 0, "b": 50 * mib}) == [28, 100], "what nobody needs is left"
+    assert deal_caches(120, [2000, 1000], "ab", None, {"b": 50 * mib})[0] >= 48, "nobody knows yet of a new model"
+    assert deal_caches(120, [2000, 1000], "ab", None, {"a": 0, "b": 4000}) == [80, 40], "a few look-ups say nothing"
+
+
 def test_a_large_model_keeps_all_but_what_a_small_one_takes():
     assert deal_caches(1000, [700, 1], "ab") == [700, 1]
     assert deal_caches(32 << 30, [700 << 30, 1 << 30], "ab") == [(32 << 30) * 700 // 701, (32 << 30) // 701]
@@ -106,6 +134,7 @@ class Holding:
         self.host_need_bytes, self._least = need, least
         self.host_reserved_bytes = self.limit_bytes = 0
         self.host_is_uneven = False
+        self.request_share, self.looked_up_bytes = 1.0, 0
 
     def attach_host(self, budget_bytes, limit_bytes, like):
         assert budget_bytes <= limit_bytes
@@ -193,6 +222,53 @@ def test_what_cannot_shrink_is_not_taken_for_free():
     assert reserved(stiff, new) == [900, 100]
     budget.rebalance()
     assert reserved(stiff, new) == [900, 100]
+
+
+def test_a_model_that_nobody_looks_up_gives_its_memory_to_one_that_is_looked_up_and_gets_it_back():
+    mib, now_s = 1 << 20, [0.0]
+    budget = HostBudget(128 * mib, clock=lambda: now_s[0])
+    idle, busy = Holding(500 * mib), Holding(290 * mib)
+    budget.admit(idle)
+    budget.admit(busy)
+    budget.rebalance()
+    assert [round(each / mib) for each in reserved(idle, busy)] == [81, 47]
+
+    def half_hour(asked: Holding) -> None:
+        for _ in range(60):
+            now_s[0] += 30
+            asked.looked_up_bytes += 100 * mib
+            budget.rebalance()
+            assert budget.used <= budget.total
+
+    now_s[0] += 540
+    busy.looked_up_bytes = 100 * mib
+    budget.rebalance()
+    assert [round(each / mib) for each in reserved(idle, busy)] == [81, 47], "a new model may be asked yet"
+    half_hour(busy)
+    assert reserved(idle)[0] < 6 * mib
+    assert budget.used > 0.99 * budget.total
+    half_hour(idle)
+    assert reserved(idle)[0] > 90 * mib
+
+
+def test_small_changes_of_traffic_move_no_memory():
+    mib, now_s, moves = 1 << 20, [0.0], []
+
+    class Counting(Holding):
+        def resize_host(self, budget_bytes):
+            moves.append(budget_bytes)
+            super().resize_host(budget_bytes)
+
+    budget = HostBudget(128 * mib, clock=lambda: now_s[0])
+    both = [Counting(500 * mib), Counting(500 * mib)]
+    for each in both:
+        budget.admit(each)
+    for minute in range(120):
+        now_s[0] += 30
+        for at, each in enumerate(both):
+            each.looked_up_bytes += (100 + (minute + at) % 2 * 10) * mib
+        budget.rebalance()
+    assert len(moves) <= 2, "as the second came"
 
 
 def test_growth_ends_early_where_somebody_asks_for_it():
@@ -418,8 +494,9 @@ def test_a_cache_that_has_all_it_needs_keeps_every_row_but_one_of_ten_thousand(t
 @pytest.mark.parametrize("total", [500, 5_000])
 def test_many_that_are_awaited_get_their_shares_in_any_order_and_none_is_asked_about_the_others(total: int) -> None:
     class Coming:
-        asked = has = 0
+        asked = has = looked_up_bytes = 0
         host_is_uneven = False
+        request_share = 1.0
 
         @property
         def host_need_bytes(self) -> int:

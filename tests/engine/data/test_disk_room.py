@@ -46,11 +46,15 @@ def test_below_the_floor_deltas_and_loads_are_refused_and_nothing_is_lost(open_s
     first = rows(1)
     assert store.apply_delta(first).applied
     free.bytes = 256 * MIB + 100
-    with pytest.raises(DiskFull, match=r"no room for a delta: .*disk_reserve"):
+    with pytest.raises(
+        DiskFull, match=r"no room for a delta: 256.0 MiB are free, and 256.0 MiB are kept.*disk_reserve"
+    ):
         store.apply_delta(rows(2))
     assert not store.apply_delta(first).applied, "one that is held is acknowledged again"
     free.bytes = 255 * MIB
-    assert store.status()["disk"]["problem"].startswith(f"{tmp_path}"), "it names the file system"
+    problem = store.status()["disk"]["problem"]
+    assert problem.startswith(f"{tmp_path}"), "it names the file system"
+    assert "255.0 MiB are free" in problem
     with pytest.raises(DiskFull, match="no room for a load"):
         store.load_snapshot(snapshot(tmp_path, 2))
     assert store.model("ctr").versions == [1]

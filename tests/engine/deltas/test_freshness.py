@@ -12,6 +12,7 @@ import pytest
 import tierstore
 from tests.engine import scenes
 from tests.engine.test_store import folded
+from tierstore.engine.events.changes import REQUESTER
 
 pytestmark = pytest.mark.usefixtures("quick_loads")
 
@@ -75,6 +76,27 @@ def test_a_trainer_whose_clock_is_ahead_hides_no_old_answer(tmp_path, open_store
     assert 7200 <= status(store)["delta_age_s"] < 86400, "nothing happened after it was received"
     assert status(store)["fresh"] is False
     assert f"{(NOW + timedelta(days=365)).isoformat()}, but came {received.isoformat()}" in status(store)["problem"]
+
+
+def test_the_status_says_when_the_newest_delta_was_received_and_from_whom(tmp_path, open_store):
+    store = open_store()
+    store.load_snapshot(snapshot(tmp_path, timedelta(days=30)))
+    assert (status(store)["last_received_time"], status(store)["last_received_from"]) == (None, None)
+    sending = REQUESTER.set("token trainer at 10.0.0.7:51312")
+    began = datetime.now(UTC)
+    store.apply_delta(delta(1, timedelta(days=2)))
+    REQUESTER.reset(sending)
+    received = datetime.fromisoformat(status(store)["last_received_time"])
+    assert began <= received <= datetime.now(UTC)
+    assert status(store)["last_received_from"] == "token trainer at 10.0.0.7:51312"
+    store.apply_delta(delta(2, timedelta(days=1)))
+    assert status(store)["last_received_from"] == "in process"
+    folded(store)
+    store.close()
+    store = open_store()
+    again = datetime.fromisoformat(status(store)["last_received_time"])
+    assert received <= again <= datetime.now(UTC)
+    assert status(store)["last_received_from"] is None, "the audit has it"
 
 
 @pytest.mark.parametrize(("own", "fresh"), [(0, None), (1, False), (10**7, True)])

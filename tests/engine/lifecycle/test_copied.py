@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import pytest
 
 import tierstore
 from tests.engine import scenes
+from tests.mounts import ROOT, needs_mounts
 
 pytestmark = pytest.mark.usefixtures("quick_loads")
 
@@ -71,6 +74,62 @@ def test_what_no_process_has_open_or_what_was_killed_is_no_copy(serving, open_st
         assert not other.shared.copied
     serving.root.lock.write_bytes(lock)  # as it is where the process was killed
     assert not open_store().shared.copied
+
+
+def test_a_directory_that_got_another_inode_is_no_copy(serving, open_store, tmp_path) -> None:
+    """As at each mount of an overlayfs with layers on two file systems."""
+    lock = serving.root.lock
+    serving.close()
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    lock.write_text(f"1 file:{lock.stat().st_ino}")  # as it is where the process was killed
+    for one in serving.root.root.iterdir():
+        one.rename(moved / one.name)
+    with tierstore.open(moved, **OPTIONS) as other:
+        assert not other.shared.copied
+        words = (moved / lock.name).read_text().split()
+        assert words[1] == f"file:{(moved / lock.name).stat().st_ino}"
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_lock_of_an_earlier_release_names_the_directory(serving, open_store, tmp_path, copied) -> None:
+    root, lock = serving.root.root, serving.root.lock
+    serving.close()
+    lock.write_text(f"1 {root.stat().st_ino + copied}")
+    assert open_store().shared.copied is copied
+
+
+@needs_mounts
+def test_a_directory_on_two_layers_of_an_overlay_is_no_copy_after_another_mount(tmp_path) -> None:
+    code = """if True:
+    import os, sys
+    from pathlib import Path
+    from tierstore.engine.lifecycle.directory_lock import is_copy, lock
+    path = Path("m/b/LOCK")
+    file = os.open(path, os.O_RDWR | os.O_CREAT)
+    print(os.stat("m/b").st_ino, is_copy(path, file), flush=True)
+    lock(path)
+    os._exit(0)  # as if it were killed
+    """
+    steps = f"""
+    mkdir lower upper m && mount -t tmpfs none upper && mkdir upper/u upper/w
+    mount_it() {{ mount -t overlay overlay -o lowerdir=lower,upperdir=upper/u,workdir=upper/w m; }}
+    mount_it || exit 77
+    mkdir m/a m/b && {sys.executable} -c '{code}' && umount m && mount_it
+    stat -c %i m/b m/a >&2
+    {sys.executable} -c '{code}'
+    """
+    run = subprocess.run(
+        ["unshare", "--mount", "--propagation", "private", "sh", "-ec", steps],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    if run.returncode == 77:
+        pytest.skip("no overlay can be mounted here")
+    first, second = run.stdout.splitlines()
+    assert first.endswith("False"), run.stderr
+    assert second.endswith("False"), run.stderr
+    if first == second:
+        pytest.skip("this kernel gives the directory the same inode again")
 
 
 def test_the_same_damage_where_nothing_was_copied_is_not_passed_over(serving, open_store) -> None:

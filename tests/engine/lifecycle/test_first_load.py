@@ -6,12 +6,14 @@ import errno
 import itertools
 import os
 import resource
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+import tierstore
 from tests.engine import scenes
 from tierstore import open_files
 from tierstore.errors import StorageError, TierstoreError
@@ -52,6 +54,32 @@ def test_a_load_that_ran_out_of_descriptors_anywhere_leaves_the_next_one_as_it_w
         assert store.model(name).lookup("item_id", [2])[0, 0] == scenes.vector("item", 0, 2)[0]
     assert 0 in failed
     assert COUNTS[-1] not in failed
+
+
+def test_a_model_that_ran_out_of_descriptors_as_it_was_taken_over_is_taken_over_by_the_next_try(
+    open_store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(open_files, "raise_to", lambda _: None)
+    with open_store() as made:
+        made.load_snapshot(scenes.write_snapshot(tmp_path, 1, rows={"user": 3, "item": 3}))
+        made.apply_delta(scenes.stamped(1, {"item": [1]}))
+        of = made.root.model("ctr").root
+    failed = []
+    for count in COUNTS:
+        with tierstore.open(tmp_path / f"{count}", host_budget="4MiB", load_workers=1) as store:
+            copied = store.root.root / "copied"
+            shutil.copytree(of, copied)
+            try:
+                with descriptors(count):
+                    store.adopt("ctr", copied)
+            except (TierstoreError, OSError):
+                failed.append(count)
+                assert store.models() == []
+                store.adopt("ctr", copied)
+            assert store.model("ctr").problem is None, count
+            assert store.model("ctr").lookup("item_id", [1])[0, 0] == scenes.vector("item", 1, 1)[0]
+            assert not copied.exists()
+    assert 0 in failed
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.EACCES, errno.EIO, errno.ENOSPC])

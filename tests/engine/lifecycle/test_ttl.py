@@ -381,6 +381,16 @@ def test_it_is_looked_for_soon_after_a_start_and_then_every_so_often(
         assert len(found(store)) == left, later
 
 
+def test_it_is_looked_for_as_often_as_the_setting_says_also_below_the_period_of_other_work(
+    open_store: OpenStore, tmp_path: Path, days_later: Any
+) -> None:
+    store = open_store(ttl_check_s=0.5)
+    store.load_snapshot(write(tmp_path))
+    scenes.housekeep(store)
+    days_later(20)
+    scenes.eventually(lambda: found(store) == set(range(201)), "rows expire", timeout_s=15)
+
+
 def test_it_is_not_looked_for_where_that_is_off_or_no_table_has_a_ttl(
     open_store: OpenStore, tmp_path: Path, days_later: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

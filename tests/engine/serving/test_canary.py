@@ -54,6 +54,31 @@ def test_both_versions_answer_by_number_and_by_label(store, tmp_path):
     assert [state(store, version) for version in (1, 2)] == ["active", "canary"]
 
 
+def test_a_canary_gets_memory_by_its_share_of_the_requests_and_no_less_than_for_a_quarter(open_store, tmp_path):
+    keys = np.arange(60_000)
+    store = open_store(host_budget="1MiB")
+    for version in (1, 2):
+        where = tmp_path / str(version)
+        with tierstore.SnapshotWriter(where, model="ctr", version=version) as writer:
+            writer.table("item", dim=8).write(keys, np.full((len(keys), 8), version, np.float32))
+            writer.feature("item_id", table="item")
+        store.load_snapshot(where, activate=version == 1)
+
+    def parts() -> list[float]:
+        budgets = [one["host_bytes"] for one in store.status()["models"]["ctr"]["versions"]]
+        return [round(each["budget"] / 2**20, 2) for each in budgets if each is not None]
+
+    assert parts() == [1.0]
+    store.canary("ctr", 2, 0.1)
+    assert parts()[1] <= 0.22, "at once"
+    scenes.eventually(lambda: parts() == [0.78, 0.22], "[0.78, 0.22] of the memory")
+    store.canary("ctr", 2, 0.5)
+    scenes.eventually(lambda: parts() == [0.5, 0.5], "[0.5, 0.5] of the memory")
+    store.promote("ctr")
+    scenes.eventually(lambda: parts() == [1.0], "[1.0] of the memory")
+    np.testing.assert_array_equal(rows(store.model("ctr"), None), np.full((len(KEYS), 8), 2.0))
+
+
 def test_requests_of_one_id_get_one_version_and_the_share_holds_over_many(store, tmp_path):
     ctr = both(store, tmp_path, share=0.05)
     ids = [f"request-{number}" for number in range(10_000)]

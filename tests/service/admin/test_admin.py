@@ -241,6 +241,18 @@ def test_a_load_that_fails_says_why_and_changes_nothing(own: Own, tmp_path: Path
     jobs = http.get("/admin/jobs").json()["jobs"]
     assert [entry["state"] for entry in jobs] == ["failed", "failed", "failed", "done"]
     refused(http.delete(f"/admin/jobs/{jobs[0]['job']}"), 409)
+    refused(http.post(f"/admin/jobs/{jobs[3]['job']}/acknowledge"), 409)
+    refused(http.post("/admin/jobs/nothing/acknowledge"), 404)
+
+    def failed() -> list[str]:
+        problems = http.get("/admin/models").json()["problems"]
+        return sorted(problem["model"] for problem in problems if problem["kind"] == "load_failed")
+
+    assert failed() == ["ctr", "other"]
+    assert http.post(f"/admin/jobs/{jobs[1]['job']}/acknowledge").json()["acknowledged"]
+    assert failed() == ["ctr"]
+    load(http, write_snapshot(tmp_path, 3))
+    assert failed() == []
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.service.conftest import eventually
-from tierstore.errors import InvalidInput, LoadCancelled, RateLimited
+from tierstore.errors import Conflict, InvalidInput, LoadCancelled, NotFound, RateLimited
 from tierstore.service.limits import jobs as module
 from tierstore.service.limits.jobs import Job, Jobs
 from tierstore.types import Progress
@@ -139,6 +139,40 @@ def test_a_close_cancels_all(loads: Loads) -> None:
     eventually(lambda: loads.started, "the first one begins")
     jobs.close()
     assert [job.state for job in all_] == ["failed"] * 3
+
+
+def test_a_failed_load_is_a_problem_until_it_is_acknowledged_or_another_is_done_or_a_day_has_passed(
+    jobs: Jobs, loads: Loads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise InvalidInput("no such snapshot")
+
+    wrong = {name: jobs.submit(name, Path("typo"), activate=True, check=fail) for name in "abc"}
+    for job in wrong.values():
+        ended(job, "failed")
+    assert set(jobs.failed()) == {"a", "b", "c"}
+    assert f"typo: no such snapshot (`tierstore jobs --acknowledge {wrong['a'].id}`" in jobs.failed()["a"]
+    with pytest.raises(NotFound):
+        jobs.acknowledge(wrong["a"].id, models=["b"])
+    assert not wrong["a"].document()["acknowledged"]
+    assert jobs.acknowledge(wrong["a"].id, models=["a"]).document()["acknowledged"]
+    assert set(jobs.failed()) == {"b", "c"}
+    good = submit(jobs, "b", "good")
+    eventually(lambda: loads.started == ["good"], "the good load begins")
+    assert set(jobs.failed()) == {"b", "c"}, "it may fail yet"
+    with pytest.raises(Conflict, match="has not failed"):
+        jobs.acknowledge(good.id)
+    loads.ends["good"].set()
+    ended(good, "done")
+    assert set(jobs.failed()) == {"c"}
+    now_s = wrong["c"].finished_s or 0.0
+    monkeypatch.setattr(module.time, "time", lambda: now_s + 86_399)
+    assert set(jobs.failed()) == {"c"}
+    monkeypatch.setattr(module.time, "time", lambda: now_s + 86_401)
+    assert jobs.failed() == {}
+    again = jobs.submit("a", Path("typo"), activate=True, check=fail)
+    ended(again, "failed")
+    assert set(jobs.failed()) == {"a"}, "that another one failed was acknowledged"
 
 
 def test_a_model_may_have_so_many_loads_that_run_or_wait(loads: Loads) -> None:

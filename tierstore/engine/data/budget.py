@@ -6,14 +6,20 @@ Both are bounds: what they give out never adds up to more. Any thread may call; 
 from __future__ import annotations
 
 import threading
-from collections import Counter
+import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Protocol
 
 from tierstore.errors import Overloaded, TooLarge
 
 _GROWTH_BYTES = 256 << 20  # a version grows by at most so much at a time
+_LEAST_SHARE = 0.25  # of the requests, for which a version gets memory though it gets less of them
+_UNASKED = 0.05  # of its part by size, which is kept for what nobody looks up
+_TELLING_BYTES = 100_000  # of rows looked up, from which on look-ups say more than sizes
+_SETTLED_S = 600.0  # after which the look-ups of a model count; also the half-life of what is remembered of them
+_WORTH = 1 / 8  # of a share: a smaller change moves no memory
 
 
 def deal(total: int, needs: Sequence[int], weights: Sequence[float]) -> list[int]:
@@ -35,14 +41,47 @@ def deal(total: int, needs: Sequence[int], weights: Sequence[float]) -> list[int
     return shares
 
 
-def deal_caches(total: int, needs: Sequence[int], models: Sequence[Hashable]) -> list[int]:
-    """Split `total` among versions by their needs. `models`: the model of each.
+def weights_by_traffic(sizes: Sequence[float], traffic: Sequence[float | None]) -> list[float]:
+    """Weights to divide memory by: the bytes of rows looked up, where there are enough of them, else sizes.
+
+    What nobody looks up keeps a small part of what it would get by its size. None: nobody knows yet; that counts by its
+    size.
+    """
+    whole, asked = sum(sizes), sum(each or 0.0 for each in traffic)
+    if asked <= _TELLING_BYTES or not whole:
+        return [float(size) for size in sizes]
+    return [
+        max(each or 0.0, size / whole * asked * (1.0 if each is None else _UNASKED))
+        for size, each in zip(sizes, traffic, strict=True)
+    ]
+
+
+def deal_caches(
+    total: int,
+    needs: Sequence[int],
+    models: Sequence[Hashable],
+    shares: Sequence[float] | None = None,
+    traffic: Mapping[Hashable, float] | None = None,
+) -> list[int]:
+    """Split `total` among versions by their needs, and their models' `traffic` where it is known. `models`: the model
+    of each; `shares`: its part of its model's requests, by default equal.
 
     None gets more than it needs; what one does not need goes to the others. Versions of one model share what the model
     would get with one of them, so that a switch of one model takes nothing from the others.
     """
-    open_ = Counter(models)
-    return deal(total, needs, [need / open_[model] for need, model in zip(needs, models, strict=True)])
+    parts = [1.0] * len(needs) if shares is None else [max(share, _LEAST_SHARE) for share in shares]
+    whole: dict[Hashable, float] = dict.fromkeys(models, 0.0)
+    for model, part in zip(models, parts, strict=True):
+        whole[model] += part
+    sizes = [need * part / whole[model] for need, model, part in zip(needs, models, parts, strict=True)]
+    of_models = dict.fromkeys(models, 0.0)
+    for size, model in zip(sizes, models, strict=True):
+        of_models[model] += size
+    weights = weights_by_traffic(list(of_models.values()), [(traffic or {}).get(model) for model in of_models])
+    scales = {
+        model: weight / size if size else 0.0 for (model, size), weight in zip(of_models.items(), weights, strict=True)
+    }
+    return deal(total, needs, [size * scales[model] for size, model in zip(sizes, models, strict=True)])
 
 
 class MemoryUser(Protocol):
@@ -57,6 +96,16 @@ class MemoryUser(Protocol):
         """Whether its parts would divide its present share differently."""
         return False
 
+    @property
+    def request_share(self) -> float:
+        """Its share of the requests to its model that name no version."""
+        return 1.0
+
+    @property
+    def looked_up_bytes(self) -> int:
+        """Bytes of rows that were looked up so far, over all versions of its model."""
+        return 0
+
     def attach_host(self, budget_bytes: int, limit_bytes: int, like: MemoryUser | None) -> None:
         """Use `budget_bytes`; it may be allowed `limit_bytes` later."""
 
@@ -64,16 +113,34 @@ class MemoryUser(Protocol):
         """Make do with so much, or grow to it, as far as it can."""
 
 
+@dataclass(slots=True)
+class _LookedUp:
+    """The bytes of rows that a model was asked for: up to when they were counted, and lately."""
+
+    since_s: float
+    at_s: float
+    count: int
+    lately: float = 0.0
+
+    def note(self, count: int, now_s: float) -> None:
+        self.lately *= 0.5 ** ((now_s - self.at_s) / _SETTLED_S)
+        self.lately += max(0, count - self.count)
+        self.at_s, self.count = now_s, count
+
+
 class HostBudget:
-    """Divides `total` bytes among the open versions, and again whenever one is opened or closed.
+    """Divides `total` bytes among the open versions, and again whenever one is opened or closed, or look-ups have
+    moved from one model to another.
 
     A version that shrinks does so in place, keeping its hottest rows, before another gets its memory; so all together
     never exceed the budget, also with two versions of a model in a switch. `rebalance` lets versions grow.
     """
 
-    def __init__(self, total: int) -> None:
-        self.total = total
+    def __init__(self, total: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.total, self._clock = total, clock
         self._lock = threading.Lock()
+        self._looked_up: dict[Hashable, _LookedUp] = {}
+        self._traffic: dict[Hashable, float] = {}  # by which memory is divided now, of models open for long enough
         self._models: dict[MemoryUser, Hashable] = {}  # open version → its model
         self._awaited = self._of_all = 0  # bytes that awaited versions need, and that all versions will need then
         self._dealt = 0  # bytes given to awaited versions that have come
@@ -134,9 +201,25 @@ class HostBudget:
 
     def rebalance(self, stopping: Callable[[], bool] = lambda: False) -> None:
         """Let versions below their share grow, until `stopping()`. In steps: between them others are admitted."""
+        with self._lock:
+            self._note_traffic()
         stuck: set[MemoryUser] = set()
         while not stopping() and self._rebalance_one(stuck):
             pass
+
+    def _note_traffic(self) -> None:
+        """Divide by the look-ups of late from now on, if that moves memory that is worth it."""
+        now_s, counts = self._clock(), dict[Hashable, int]()
+        for user, model in self._models.items():
+            counts[model] = max(user.looked_up_bytes, counts.get(model, 0))
+        known = self._looked_up
+        self._looked_up = {model: known.get(model) or _LookedUp(now_s, now_s, count) for model, count in counts.items()}
+        for model, count in counts.items():
+            self._looked_up[model].note(count, now_s)
+        traffic = {model: each.lately for model, each in self._looked_up.items() if now_s - each.since_s >= _SETTLED_S}
+        before, after = self._deal(self._models), self._deal(self._models, traffic)
+        if any(abs(share - before[user]) > _WORTH * before[user] for user, share in after.items()):
+            self._traffic = traffic
 
     def _rebalance_one(self, stuck: set[MemoryUser]) -> bool:
         """One step, of some hundred MiB at most; False if none is left. `stuck`: versions that cannot get closer to
@@ -165,11 +248,17 @@ class HostBudget:
                     break
             return bool(shrinking) or moved > 0
 
-    def _deal(self, models: Mapping[MemoryUser, Hashable]) -> dict[MemoryUser, int]:
-        needs = [user.host_need_bytes for user in models]
+    def _deal(
+        self, models: Mapping[MemoryUser, Hashable], traffic: Mapping[Hashable, float] | None = None
+    ) -> dict[MemoryUser, int]:
+        """The share of each, by this `traffic` of models or by what memory is divided by now."""
+        needs, shares = [user.host_need_bytes for user in models], [user.request_share for user in models]
         awaited: object = object()
-        shares = deal_caches(self.total, [*needs, self._awaited], [*models.values(), awaited])
-        return dict(zip(models, shares, strict=False))
+        dealt = deal_caches(
+            self.total, [*needs, self._awaited], [*models.values(), awaited], [*shares, 1.0],
+            self._traffic if traffic is None else traffic,
+        )  # fmt: skip
+        return dict(zip(models, dealt, strict=False))
 
 
 class DecodeBudget:

@@ -15,6 +15,7 @@ from typing import Any
 from tierstore.errors import DiskFull
 from tierstore.formats import files
 from tierstore.formats.names import ModelDirectory
+from tierstore.sizes import size_text
 
 MOST_RESERVED = 0.02  # of a file system
 _COUNT_AGAIN_S = 10.0  # the log is pruned meanwhile
@@ -46,9 +47,10 @@ class DiskRoom:
             if now_s - self._counted_s >= (_LOOK_AGAIN_S if full else _COUNT_AGAIN_S):
                 self._logged, self._counted_s = files.tree_bytes(self._where.log), now_s
             if self._logged + nbytes > self._log_bytes:
+                held, quota = size_text(self._logged), size_text(self._log_bytes)
                 raise DiskFull(
-                    f"the delta log holds {self._logged} bytes, and its quota is {self._log_bytes} (log_bytes): no "
-                    f"room for {nbytes} more. It is pruned once versions hold its deltas and log_retention_s is over"
+                    f"the delta log holds {held}, and its quota is {quota} (log_bytes): no room for "
+                    f"{size_text(nbytes)} more. It is pruned once versions hold its deltas and log_retention_s is over"
                 )
             self._logged += nbytes
 
@@ -71,10 +73,11 @@ def check_free(root: Path, reserve: int, what: str, nbytes: int) -> None:
         return
     there = _free_and_floor(root, reserve)
     if there is not None and there[0] - nbytes < there[1]:
-        raise DiskFull(
-            f"no room for {what}: {there[0]} bytes are free, and {there[1]} are kept in reserve (disk_reserve), so "
-            "the disk is full; free some space and try again"
-        )
+        raise DiskFull(f"no room for {what}: {_kept(*there)}, so the disk is full; free some space and try again")
+
+
+def _kept(free: int, floor: int) -> str:
+    return f"{size_text(free)} are free, and {size_text(floor)} are kept in reserve (disk_reserve)"
 
 
 def disk_status(root: Path, reserve: int) -> dict[str, Any]:
@@ -83,8 +86,8 @@ def disk_status(root: Path, reserve: int) -> dict[str, Any]:
     """
     free, floor = _free_and_floor(root, reserve) or (None, 0)
     full = free is not None and reserve and free < floor
-    why = f"{root}: {free} bytes are free, and {floor} are kept in reserve (disk_reserve): deltas and loads are refused"
-    return {"free": free, "reserve": floor, "problem": why if full else None}
+    problem = f"{root}: {_kept(free, floor)}: deltas and loads are refused" if full and free is not None else None
+    return {"free": free, "reserve": floor, "problem": problem}
 
 
 def _free_and_floor(root: Path, reserve: int) -> tuple[int, int] | None:

@@ -25,6 +25,7 @@ from tierstore.engine.deltas.log import DeltaLog
 from tierstore.engine.deltas.newest_event import NewestEvent
 from tierstore.engine.deltas.origin import Origin, with_passed_over
 from tierstore.engine.deltas.replay import missing, unfolded
+from tierstore.engine.events.changes import requester
 from tierstore.engine.events.observer import Observer
 from tierstore.engine.reads.view import View
 from tierstore.engine.serving.live import LiveViews
@@ -112,7 +113,7 @@ class DeltaPath:
                     self._show_logged()
                 raise
             if undone is None:
-                self.newest_event.applied(delta.seq, delta.event_time)
+                self.newest_event.applied(delta.seq, delta.event_time, requester())
         freshness_s = (datetime.now(UTC) - delta.event_time).total_seconds()
         rows = sum(len(table.keys) for table in delta.tables.values())
         for observer in self._observers:

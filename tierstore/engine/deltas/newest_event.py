@@ -14,10 +14,11 @@ from tierstore.engine.serving.undone import Undone
 
 
 class Event(NamedTuple):
-    """The event time of a delta, as it says, and when it was received."""
+    """The event time of a delta, as it says, when it was received, and from whom (None: before this start)."""
 
     time: datetime
     received: datetime
+    sender: str | None = None
 
     @property
     def since(self) -> datetime:
@@ -32,9 +33,9 @@ class NewestEvent:
         self._log = log
         self._cached: tuple[int, Undone, Event | None] | None = None  # as of a seq; replaced as a whole
 
-    def applied(self, seq: int, event_time: datetime) -> None:
+    def applied(self, seq: int, event_time: datetime, sender: str) -> None:
         """Note that delta `seq`, which came just now, is visible. One thread at a time."""
-        self._cached = seq, self._log.undone, Event(event_time, datetime.now(UTC))
+        self._cached = seq, self._log.undone, Event(event_time, datetime.now(UTC), sender)
 
     def at(self, seq: int) -> Event | None:
         """The event of the newest delta up to `seq` that is not undone; None if the log does not have it."""

@@ -112,6 +112,14 @@ class DeviceShare(MemoryUser):
         used = sum(device.bytes_in_use for table in tables if (device := table.device) is not None)
         return max(used, self._reserved)
 
+    @property
+    def request_share(self) -> float:
+        return self.version.request_share
+
+    @property
+    def looked_up_bytes(self) -> int:
+        return self.version.looked_up_bytes
+
     def attach_host(self, budget_bytes: int, limit_bytes: int, like: MemoryUser | None) -> None:
         # tables double and halve: the later limit is what they can double to
         halvings = (limit_bytes // budget_bytes).bit_length() - 1 if budget_bytes else 0

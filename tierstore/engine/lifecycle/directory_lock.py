@@ -1,9 +1,10 @@
 """The lock of a data directory, for one process at a time: an flock on the file LOCK, which the kernel drops with the
 process. A forked child closes its copy of the descriptor at once, which leaves the lock to its parent.
 
-Until the process closes the directory, LOCK names the process, for people who look, and the directory by its inode. So
-a directory that was copied while open can be recognized: its LOCK names another inode. If the process serves the
-directory, LOCK names the URL too.
+Until the process closes the directory, LOCK names the process, for people who look, and its own inode. So a directory
+that was copied while open can be recognized: its LOCK names another inode. (On overlayfs with layers on two file
+systems a directory gets another inode at each mount, and a file that was written keeps its own.) If the process serves
+the directory, LOCK names the URL too.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 from tierstore.errors import Locked, StorageError
 
 _MOST_BYTES = 512  # of LOCK
+_OWN = "file:"  # before the inode of LOCK itself
 _held: set[int] = set()  # descriptors of locked files of this process; added and removed in one step each
 
 
@@ -33,9 +35,9 @@ def lock(path: Path) -> int:
         finally:
             os.close(descriptor)
     with contextlib.suppress(OSError):  # a full disk must not keep the store from opening
-        directory = _directory_in(descriptor) or os.stat(path.parent).st_ino
+        original = _original_in(descriptor) or f"{_OWN}{os.fstat(descriptor).st_ino}"
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"{os.getpid()} {directory}".encode(), 0)
+        os.pwrite(descriptor, f"{os.getpid()} {original}".encode(), 0)
     _held.add(descriptor)
     return descriptor
 
@@ -57,14 +59,21 @@ def is_copy(path: Path, descriptor: int) -> bool:
     """Whether the directory of the LOCK at `path`, locked as `descriptor`, was copied from one that a process had
     open.
     """
-    directory = _directory_in(descriptor)
-    return directory is not None and directory != os.stat(path.parent).st_ino
+    original = _original_in(descriptor)
+    if original is None:
+        return False
+    own = original.startswith(_OWN)
+    here = os.fstat(descriptor) if own else os.stat(path.parent)
+    return int(original.removeprefix(_OWN)) != here.st_ino
 
 
-def _directory_in(descriptor: int) -> int | None:
-    """The inode in a LOCK; None if the directory was closed, or an earlier release wrote the file."""
-    words = os.pread(descriptor, _MOST_BYTES, 0).split()
-    return int(words[1]) if len(words) in (2, 3) and words[1].isdigit() else None
+def _original_in(descriptor: int) -> str | None:
+    """The inode in a LOCK: its own, or of an earlier release that of its directory, which is digits alone. None if the
+    directory was closed, or a release before that wrote the file.
+    """
+    words = os.pread(descriptor, _MOST_BYTES, 0).decode(errors="replace").split()
+    is_one = len(words) in (2, 3) and words[1].removeprefix(_OWN).isdecimal() and words[1].isascii()
+    return words[1] if is_one else None
 
 
 def _why(path: Path, descriptor: int) -> str:

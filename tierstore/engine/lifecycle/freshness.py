@@ -21,16 +21,21 @@ class Freshness:
         self._max_s = state.shared.settings.quota_of(state.name).freshness_max_s
 
     def status(self) -> dict[str, Any]:
-        """`last_event_time` (ISO 8601) of the newest visible delta, `delta_age_s` since then (or since its receipt, if
-        earlier), and whether that is `fresh`.
+        """`last_event_time` (ISO 8601) of the newest visible delta, when it was received and from whom, `delta_age_s`
+        since its event (or since its receipt, if earlier), and whether that is `fresh`.
 
         If the log has no such delta, the age is that of the active version's snapshot. None if it is unknown; `fresh`
         is None without a limit.
         """
         event, age_s = self._event(), self._age_s()
-        fresh = None if age_s is None or not self._max_s else age_s <= self._max_s
-        last = None if event is None else event.time.isoformat()
-        return {"last_event_time": last, "delta_age_s": age_s, "freshness_max_s": self._max_s, "fresh": fresh}
+        return {
+            "last_event_time": None if event is None else event.time.isoformat(),
+            "last_received_time": None if event is None else event.received.isoformat(),
+            "last_received_from": None if event is None else event.sender,
+            "delta_age_s": age_s,
+            "freshness_max_s": self._max_s,
+            "fresh": None if age_s is None or not self._max_s else age_s <= self._max_s,
+        }
 
     @property
     def problem(self) -> str | None:

@@ -48,9 +48,18 @@ class Housekeeping:
     def stopping(self) -> bool:
         return self.tasks.stopping
 
-    def start(self, folding: Scheduler, tending: Scheduler, tasks: Mapping[str, Callable[[], None]]) -> None:
-        """Start it. `tasks`, by the text for their failure, run every 30 s, and soon after a version was closed."""
-        self.tasks.start(tending, tasks)
+    def start(
+        self,
+        folding: Scheduler,
+        tending: Scheduler,
+        tasks: Mapping[str, Callable[[], None]],
+        often: Mapping[str, float],
+    ) -> None:
+        """Start it. `tasks`, by the text for their failure, run every 30 s, and soon after a version was closed.
+
+        `often`: those that run every so many seconds besides.
+        """
+        self.tasks.start(tending, tasks, often)
         self._job = folding.add(self._fold_and_close, EVERY_S)
         self._publisher.changed.then = self._job.wake
         self._job.wake()  # for what was published before

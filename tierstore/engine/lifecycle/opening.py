@@ -127,11 +127,13 @@ class Opener:
         progress: ProgressFn,
         start: bool = False,
         undone: Undone | None = None,
+        share: float = 1.0,
     ) -> Iterator[Version]:
         """A version opened, caught up except for the last step (without `undone` deltas), and warm; closed if the block
         fails.
 
-        It takes its memory from `replaced` first, of which the active version is the first. At a `start` it is warmed
+        It takes its memory from `replaced` first, of which the active version is the first, and as much as a `share`
+        of the requests is worth. At a `start` it is warmed
         once it serves, and may lack what a full disk does not take. Conflict for a stale one, unless `force`.
         """
         state, live = self._state, self._state.live
@@ -147,6 +149,7 @@ class Opener:
         try:
             with contextlib.suppress(*may_lack):
                 self._catch_up(version, lag=SWITCH_LAG, force=force, undone=undone, progress=progress)
+            version.request_share = share
             # as tables are by now
             self._shared.host_budget.admit(version, *replaced)
             self._shared.devices.admit(version, replaced, live.publisher)

@@ -1,4 +1,4 @@
-"""Background work that runs every 30 s, and soon after it is woken.
+"""Background work that runs every 30 s, or more often where that is asked for, and soon after it is woken.
 
 Each failed task is tried again by itself, and reported by `problem` until it succeeds. Any thread may call anything.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from tierstore.engine.events.changes import REQUESTER
 from tierstore.threads import ScheduledJob, Scheduler
@@ -28,6 +29,7 @@ class RecurringTasks:
         # for the thread that starts and stops
         self._tasks: Mapping[str, Callable[[], None]] = {}
         self._job: ScheduledJob | None = None
+        self._often: list[ScheduledJob] = []
         self.stopping = False
 
     @property
@@ -35,9 +37,13 @@ class RecurringTasks:
         """The work that has failed and was not done since, or None."""
         return "; ".join(f"{what}: {why}" for what, why in self._problems.items()) or None
 
-    def start(self, scheduler: Scheduler, tasks: Mapping[str, Callable[[], None]]) -> None:
+    def start(
+        self, scheduler: Scheduler, tasks: Mapping[str, Callable[[], None]], often: Mapping[str, float] | None = None
+    ) -> None:
+        """Begin. `often`: the seconds between two runs of a task that cannot wait for 30."""
         self._tasks = tasks
         self._job = scheduler.add(self._run, EVERY_S)
+        self._often = [scheduler.add(partial(self._run_one, what, each), each) for what, each in (often or {}).items()]
 
     def wake(self) -> None:
         """Run the tasks soon. Does nothing if they were never started."""
@@ -47,13 +53,20 @@ class RecurringTasks:
     def stop(self) -> None:
         """Stop running them, and wait for the running task, which `stopping` tells to end."""
         self.stopping = True
-        if self._job is not None:
-            self._job.end()
+        for job in (self._job, *self._often):
+            if job is not None:
+                job.end()
 
     def _run(self) -> float:
         REQUESTER.set("housekeeping")
         self.run()
         return EVERY_S
+
+    def _run_one(self, what: str, every_s: float) -> float:
+        REQUESTER.set("housekeeping")
+        with self._running:
+            self.attempt(what, self._tasks[what])
+        return every_s
 
     def run(self) -> None:
         """Run every task. A failure becomes a `problem`, and does not stop the other tasks."""

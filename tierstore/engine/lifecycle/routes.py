@@ -9,8 +9,9 @@ After a crash: the model's document (`serving/document.py`) says what serves.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from tierstore.engine.lifecycle.rules import no_canary
@@ -101,6 +102,25 @@ class Routes:
                 # before it is out of sight: a thread that waits for the version to be closed must find it in one place
                 state.retiring.add(view.open_version)
         live.set(served)
+        self._note_shares(served)
+
+    @contextlib.contextmanager
+    def beside_canary(self, share: float) -> Iterator[None]:
+        """In the block a canary of that share is opened: the active version makes do with the memory of the others."""
+        self._note_shares(replace(self._live.served, share=share))
+        try:
+            yield
+        except BaseException:
+            self._note_shares(self._live.served)
+            raise
+
+    def _note_shares(self, served: Routing) -> None:
+        """Have memory divided by the versions' shares of the requests."""
+        for view in served.views:
+            share = served.share if view is served.canary else 1.0 - served.share
+            if share != view.open_version.request_share:
+                view.open_version.request_share = share
+                self._state.shared.memory.wake()
 
     def _new_start(self, active: View | None) -> int | None:
         """The seq after which the log begins, or begins again as the active version's snapshot reaches beyond it; None

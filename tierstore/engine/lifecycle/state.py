@@ -86,7 +86,7 @@ def make_shared(
         readers,
         HostBudget(settings.host_budget),
         OverlayBudget(settings.overlay_budget),
-        DecodeBudget(max(decoding_bytes(), settings.overlay_budget)),
+        DecodeBudget(decoding_bytes(settings.overlay_budget)),
         Runtime(settings),
         Devices(settings),
         Warmer(publishers, settings.warm_rate, settings.hot_keys_every_s, throttle),

@@ -202,7 +202,8 @@ class Switcher:
         replaced = [view.open_version for view in self._live.served.views]
         with (
             self._current_line(info, force=force) as line,
-            self._opener.warmed(line, replaced, force=force, progress=progress, start=start) as version,
+            self._routes.beside_canary(share),
+            self._opener.warmed(line, replaced, force=force, progress=progress, start=start, share=share) as version,
             self._live.write,
             self._opener.last_view(version, force=force, start=start) as view,
         ):

@@ -13,6 +13,7 @@ from tierstore.engine.events.changes import requester
 from tierstore.engine.lifecycle.drop import Drops
 from tierstore.engine.lifecycle.expiry import Expiry
 from tierstore.engine.lifecycle.opening import Opener
+from tierstore.engine.lifecycle.recurring import EVERY_S
 from tierstore.engine.lifecycle.rules import is_to_serve
 from tierstore.engine.lifecycle.state import ModelState
 from tierstore.engine.placement import Act
@@ -23,6 +24,8 @@ from tierstore.formats import files
 
 log = logging.getLogger(__name__)
 
+_EXPIRY = "expired rows are not removed"
+_SOONEST_S = 0.5  # between two searches for expired rows
 _READERS_S = 1.0  # the wait for requests that began before
 KEPT_LAG = 256  # deltas a kept version may fall behind before it is caught up in the background
 
@@ -45,11 +48,16 @@ class Tasks:
             "kept versions are not caught up": (self._catch_up_kept, "catch_up"),
             "what was built again is not removed": (self._remove_replaced, None),
             "what broken-off loads have left is not removed": (self._drop_unfinished, None),
-            "expired rows are not removed": (self._expiry.check, None),
+            _EXPIRY: (self._expiry.check, None),
             "what serves is not what was loaded": (self._check_bases, "check_files"),
             "files that nothing reads are not closed": (self._let_files_go, None),
         }
         return {problem: task for problem, (task, act) in tasks.items() if act is None or allow(act)}
+
+    def often(self) -> dict[str, float]:
+        """The seconds between two runs of a task, where those of the others are too many."""
+        every_s = self._state.shared.settings.ttl_check_s
+        return {_EXPIRY: max(_SOONEST_S, every_s)} if 0 < every_s < EVERY_S else {}
 
     def _close_outgrown(self) -> None:
         for view in self._state.live.served.views:

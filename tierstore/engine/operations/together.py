@@ -54,22 +54,35 @@ class Models:
             return self._models[name]
 
     def adopt(self, name: str, directory: Path, start: Callable[[Model], None]) -> None:
-        """Move a model's directory here, and `start` the model. Conflict if there is one of that name."""
+        """Move a model's directory here, and `start` the model. Conflict if there is one of that name. On an error it
+        is back in its place, to be tried again.
+        """
         with self._lock:
-            if self.closed or name in self._models or files.exists(self.root.model(name).root):
+            own = self.root.model(name)
+            if self.closed or name in self._models or files.exists(own.root):
                 raise Conflict(f"model {name!r} is here already, and is not copied over it")
             earlier_form.convert(ModelDirectory(directory), name)  # of a peer of an earlier release
-            files.rename(directory, self.root.model(name).root)
-            model = Model(name, self.root.model(name), self._shared)
             try:
-                model.catalogue.find()
-                start(model)
-                if self.closed:
-                    raise Closed("the store was closed")
+                files.rename(directory, own.root)
+                self._models[name] = self._adopted(name, start)
             except BaseException:
-                model.close()  # the next start finds it
+                if not self.closed and files.exists(own.root):  # else the next start finds it
+                    with contextlib.suppress(StorageError):  # of making it durable
+                        files.rename(own.root, directory)
                 raise
-            self._models[name] = model
+
+    def _adopted(self, name: str, start: Callable[[Model], None]) -> Model:
+        """The model whose directory was moved here, started."""
+        model = Model(name, self.root.model(name), self._shared)
+        try:
+            model.catalogue.find()
+            start(model)
+            if self.closed:
+                raise Closed("the store was closed")
+        except BaseException:
+            model.close()
+            raise
+        return model
 
     def release(self, name: str) -> Model | None:
         """Remove a model that has no version and is not being loaded, to be closed; None if it is not so."""

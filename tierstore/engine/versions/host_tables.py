@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 
-from tierstore.engine.data.budget import deal
+from tierstore.engine.data.budget import deal, weights_by_traffic
 from tierstore.engine.data.cascade import READ_BATCH, Cascade
 from tierstore.engine.versions.info import MIN_TABLE_BUDGET, VersionInfo
 from tierstore.tiers.background import yield_to_requests
@@ -20,7 +20,6 @@ from tierstore.tiers.host.table import HostTable
 from tierstore.types import Tier
 
 _OUTGROWN = 1.5  # of what a table was made for: then a set gets as many keys as it has ways
-_TRAFFIC_KEYS = 100_000  # look-ups from which on they say more than sizes
 
 
 class HostTables:
@@ -60,11 +59,7 @@ class HostTables:
             like[name].counts.total * table.spec.row_bytes if name in like else 0
             for name, table in self._tables.items()
         ]
-        if sum(traffic) <= _TRAFFIC_KEYS:
-            return [float(need) for need in needs]
-        return [
-            max(float(keys), need / sum(needs) * sum(traffic) * 0.05) for keys, need in zip(traffic, needs, strict=True)
-        ]
+        return weights_by_traffic(needs, traffic)
 
     def attach(self, budget_bytes: int, limit_bytes: int, like: Mapping[str, Cascade], seq: int) -> None:
         """Give every table its host tier; `weights` divides the budget. Rows that were read beneath `seq` are refused.

@@ -51,6 +51,7 @@ class Version:
         info.learn(rows)
         self.watermark = rows.watermark() or 0  # not the record's, which may move on while rows are on other machines
         self.writing = threading.Lock()  # held by writers of the disk tier, a fold or `expiry.py`
+        self.request_share = 1.0  # of the requests to its model that name no version; set by the routing
         self.hosts = HostTables(info, self.tables, self.writing)
         self.heads: Heads = {}  # the dense parts as of the watermark, once they are opened; replaced as a whole
         self._moved: tuple[int, int] | None = None  # at the last `let_files_go`
@@ -83,6 +84,11 @@ class Version:
     @property
     def host_is_uneven(self) -> bool:
         return self.hosts.are_uneven
+
+    @property
+    def looked_up_bytes(self) -> int:
+        """Bytes of rows that were looked up so far, over all versions of its model."""
+        return sum(table.counts.total * table.spec.row_bytes for table in self.tables.values())
 
     def attach_host(self, budget_bytes: int, limit_bytes: int, like: MemoryUser | None) -> None:
         """See `HostTables.attach`."""

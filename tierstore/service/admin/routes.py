@@ -226,6 +226,11 @@ def _add_jobs(app: FastAPI, service: Service) -> None:
         """Ask a job to stop. It ends as failed; what a load had finished is kept for a time, see `load_retention_s`."""
         return service.jobs.cancel(job, principal_of(request.scope).models).document()
 
+    @app.post("/admin/jobs/{job}/acknowledge", tags=["snapshots"])
+    async def acknowledge(job: str, request: Request) -> dict[str, Any]:
+        """Note that somebody knows of a failed load, which then is no problem in the status any more."""
+        return service.jobs.acknowledge(job, principal_of(request.scope).models).document()
+
 
 def _add_deltas(app: FastAPI, service: Service) -> None:
     @app.post(

@@ -45,7 +45,7 @@ from tierstore.service.request_log import RequestLog, one_line
 
 _ADMIN_PATHS = "/admin/"
 _HEALTH = ("/v2/health/live", "/v2/health/ready")
-_JOB = re.compile("/admin/jobs/[^/]+")
+_JOB = re.compile("/admin/jobs/[^/]+(/acknowledge)?")
 _OWN_SITE = (b"same-origin", b"none")  # a browser's word for its user's own requests, and those of our pages
 _SAFE = ("GET", "HEAD", "OPTIONS")  # methods that change nothing
 

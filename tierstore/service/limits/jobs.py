@@ -19,8 +19,9 @@ from typing import Any, Literal, get_args
 
 from cachetools import LRUCache
 
-from tierstore.engine.events.changes import REQUESTER
+from tierstore.engine.events.changes import REQUESTER, requester
 from tierstore.errors import Closed, Conflict, NotFound, Overloaded, RateLimited, TierstoreError
+from tierstore.phase_rate import PhaseRate
 from tierstore.service.error_status import as_text, log_failure, message_of
 from tierstore.threads import Thread
 from tierstore.types import Progress
@@ -31,6 +32,7 @@ Kind = Literal["load", "export", "backup"]
 
 QUEUE_LIMIT = 16  # running jobs included
 HISTORY_LIMIT = 256
+FAILURE_SHOWN_S = 86_400.0  # so long a failed load is a problem, if nobody acknowledges it
 STUCK_S = 60.0  # without progress: after that the next job of its kind starts beside it
 _POLL_S = 0.5
 
@@ -63,17 +65,19 @@ class Job:
     seq: int | None = None  # of an export or a backup
     report: Mapping[str, Any] | None = None  # of a backup
     finished_s: float | None = None
+    acknowledged: bool = False  # somebody knows that it failed
     cancelled: threading.Event = field(default_factory=threading.Event)
-    phase_began_s: float = field(default_factory=time.monotonic)
-    phase_began_at: int = 0
+    pace: PhaseRate = field(default_factory=lambda: PhaseRate(Progress("queued"), time.monotonic()))
     moved_s: float = 0.0  # of the last progress; 0 before the job starts
 
     def note(self, progress: Progress) -> None:
-        """Note the progress; the rate is of its phase."""
+        """Note the progress."""
+        now_s = time.monotonic()
         if (progress.phase, progress.done) != (self.phase, self.done):
-            self.moved_s = time.monotonic()
+            self.moved_s = now_s
         if progress.phase != self.phase:
-            self.phase, self.phase_began_s, self.phase_began_at = progress.phase, time.monotonic(), progress.done
+            self.phase, self.pace = progress.phase, PhaseRate(progress, now_s)
+        self.pace.note(progress, now_s)
         self.done, self.total, self.waits_for = progress.done, progress.total, progress.waits_for
 
     @property
@@ -83,10 +87,7 @@ class Job:
 
     def document(self) -> dict[str, Any]:
         """The job as in `/admin/jobs/{id}`; `rate` in rows a second, `eta_s` to the end of the phase."""
-        running = self.state == "running"
-        elapsed_s = time.monotonic() - self.phase_began_s
-        moved = self.done - self.phase_began_at
-        rate = moved / elapsed_s if running and moved > 0 and elapsed_s > 0 else None
+        running, pace, now_s = self.state == "running", self.pace, time.monotonic()
         return {
             "job": self.id,
             "kind": self.kind,
@@ -98,9 +99,9 @@ class Job:
             "phase": self.phase,
             "done": self.done,
             "total": self.total,
-            "rate": rate,
+            "rate": (pace.per_second(now_s) or None) if running else None,
             "waits_for": self.waits_for if running else None,
-            "eta_s": (self.total - self.done) / rate if rate and self.total >= self.done else None,
+            "eta_s": pace.left_s(now_s) if running else None,
             "error": self.error,
             "error_type": self.error_type,
             "version": self.version,
@@ -108,6 +109,7 @@ class Job:
             "report": self.report,
             "created_at": self.created_s,
             "finished_at": self.finished_s,
+            "acknowledged": self.acknowledged,
         }
 
 
@@ -188,12 +190,31 @@ class Jobs:
         return sorted(jobs, key=lambda job: job.created_s, reverse=True)
 
     def failed(self) -> dict[str, str]:
-        """Why the last load of a model failed, by model; cancelled loads do not count."""
+        """Why the last load of a model failed, by model; cancelled and acknowledged ones, and those of more than a day
+        ago, do not count.
+        """
         last: dict[str, Job] = {}
         for job in self.all():
             if job.kind == "load" and job.state != "running" and not job.cancelled.is_set():
                 last.setdefault(job.model, job)
-        return {model: f"{job.source}: {job.error}" for model, job in last.items() if job.state == "failed"}
+        since_s = time.time() - FAILURE_SHOWN_S
+        return {
+            model: f"{job.source}: {job.error} (`tierstore jobs --acknowledge {job.id}` ends this problem)"
+            for model, job in last.items()
+            if job.state == "failed" and not job.acknowledged and (job.finished_s or 0.0) > since_s
+        }
+
+    def acknowledge(self, job_id: str, models: Collection[str] | None = None) -> Job:
+        """Note that somebody knows of a failed job, so that it is no problem any more. Conflict for one that has not
+        failed; `models` as for `get`.
+        """
+        job = self.get(job_id, models)
+        if job.state != "failed":
+            raise Conflict(f"job {job_id} has not failed, so there is nothing to acknowledge: {job.state}")
+        if not job.acknowledged:
+            job.acknowledged = True
+            logger.info("job %s: its failure is acknowledged by %s", job.id, requester())
+        return job
 
     def cancel(self, job_id: str, models: Collection[str] | None = None) -> Job:
         """Tell a job to stop; it ends as failed. Conflict for one that has ended; `models` as for `get`."""

@@ -17,7 +17,7 @@ from tests.engine.placements.cluster.scenes import OpenNode, check, marks, membe
 from tests.redis_cluster import RedisCluster
 from tierstore import kernels
 from tierstore.engine.deltas import incoming
-from tierstore.engine.placements.cluster import ingester
+from tierstore.engine.placements.cluster import ingester, placement
 from tierstore.engine.placements.following import follower
 from tierstore.engine.store import Store
 from tierstore.errors import Conflict
@@ -48,6 +48,33 @@ def test_a_model_is_loaded_served_changed_and_there_after_a_restart(open_node: O
     check(again, "item", range(10), 1)
     check(again, "user", range(4, 500), 0)
     assert again.status()["models"]["ctr"]["watermark"] == 1
+
+
+def test_a_cluster_that_removes_keys_when_its_memory_is_full_is_a_problem_until_it_does_not(
+    open_node: OpenNode, cluster: RedisCluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(placement, "REFRESH_EVERY_S", 0.0)
+    evicting, *_ = cluster.servers
+
+    def problem(store: Store) -> str | None:
+        found = [one["text"] for one in store.status()["problems"] if one["kind"] == "cluster"]
+        return found[0] if found else None
+
+    evicting.call("CONFIG", "SET", "maxmemory-policy", "allkeys-lru")
+    try:
+        store = open_node()
+        assert problem(store) is None, "its memory has no bound"
+        store.close()
+        evicting.call("CONFIG", "SET", "maxmemory", 1 << 40)
+        store = open_node("b")
+        assert f"{evicting.address} (allkeys-lru)" in str(problem(store))
+        assert "CONFIG SET maxmemory-policy noeviction" in caplog.text
+        assert store.status()["remote"]["reachable"]
+        evicting.call("CONFIG", "SET", "maxmemory-policy", "noeviction")
+        scenes.eventually(lambda: problem(store) is None, "the problem ends")
+    finally:
+        evicting.call("CONFIG", "SET", "maxmemory", 0)
+        evicting.call("CONFIG", "SET", "maxmemory-policy", "noeviction")
 
 
 def test_what_served_last_is_kept_and_served_by_a_rollback_of_any_node(open_node: OpenNode, tmp_path: Path) -> None:

@@ -62,6 +62,8 @@ class ClusterPlacement:
         # written by the thread that looks for models; others may read
         self._refreshed_s = time.monotonic()
         self.problem: str | None = None
+        self.evicting: str | None = None
+        self._look_for_eviction()
 
     def _member(self, model: Model) -> ClusterModel:
         return ClusterModel(
@@ -85,6 +87,7 @@ class ClusterPlacement:
             self._refreshed_s = time.monotonic()
             with contextlib.suppress(RemoteUnavailable, ConfigError):  # as if there were nothing new
                 self.cluster.refresh(deadline_s=self._refreshed_s + LOOK_EVERY_S)
+            self._look_for_eviction()
         try:
             names = model_names(self.cluster)
             for name in names:
@@ -99,6 +102,11 @@ class ClusterPlacement:
                     "the cluster's models are not looked up: %s", error, exc_info=not isinstance(error, TierstoreError)
                 )
             self.problem = str(error)
+
+    def _look_for_eviction(self) -> None:
+        before, self.evicting = self.evicting, self.cluster.evicting(time.monotonic() + LOOK_EVERY_S)
+        if self.evicting is not None and self.evicting != before:
+            log.warning("%s", self.evicting)
 
     def _forget(self, name: str) -> None:
         """End a model that is not on the cluster's list, because its only load has failed.
@@ -187,6 +195,6 @@ class ClusterPlacement:
             "node": self.node,
             "cluster": str(self.cluster.endpoints),
             "reachable": self.problem is None and all(one.follower.silent is None for one in members),
-            "problem": self.problem,
+            "problem": self.problem or self.evicting,
             **self.cluster.stats(),
         }

@@ -64,7 +64,7 @@ class LocalPlacement:
                 files.remove_tree(empty.where.root)
 
     def adopt(self, name: str, directory: Path) -> None:
-        self._models.adopt(name, directory, lambda model: Starter(model).start())
+        self._models.adopt(name, directory, lambda model: Starter(model).start(again=True))
 
     def existing(self, name: str) -> ModelPlacement:
         model = self._models.get(name)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
+from tierstore import open_files
 from tierstore.engine.lifecycle.copied import check_version, mark_outdated
 from tierstore.engine.lifecycle.state import ignore
 from tierstore.engine.model import Model
@@ -44,8 +45,11 @@ class Starter:
         every = (path for info in infos if info is not None for path in info.where.db.rglob("*"))
         return sum(path.suffix in _OF_ROWS for path in every)
 
-    def start(self) -> None:
-        """Serve what the last process served, and begin housekeeping. A failure becomes the model's problem."""
+    def start(self, *, again: bool = False) -> None:
+        """Serve what the last process served, and begin housekeeping. A failure becomes the model's problem.
+
+        again: it can be started again, so what passes (too many open files) is raised.
+        """
         state = self._state
         for why in state.log.damage:
             log.error("model %s: %s", state.name, why)
@@ -53,6 +57,8 @@ class Starter:
             state.catalogue.check_readable()
             self._serve_again()
         except Exception as error:  # whatever it is, the other models serve
+            if again and open_files.are_too_many(error):
+                raise
             state.live.start_problem = str(error)
             state.live.set(Routing(problem=str(error)))
             log.exception("model %s does not serve", state.name)

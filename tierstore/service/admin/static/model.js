@@ -179,7 +179,8 @@ function modelLines(model) {
   }
   if (model.last_event_time) {
     const late = model.fresh === false;
-    say(`newest event ${span(model.delta_age_s)} ago${late ? ", later than freshness_max_s allows" : ""}`, late ? "problem" : "dim");
+    const sender = model.last_received_from ? `, from ${model.last_received_from}` : "";
+    say(`newest event ${span(model.delta_age_s)} ago${sender}${late ? ", later than freshness_max_s allows" : ""}`, late ? "problem" : "dim");
   }
   if (model.overlays) say(`${counted(model.overlays, "delta")} not folded yet (${bytes(model.overlay_bytes)})`);
   for (const [name, {runs, failed}] of headsOf(model.dense, model.heads)) {
