@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tierstore.sizes import size_text
-from tierstore.status import dense_notes, golden_text, unserved_parts
+from tierstore.status import dense_notes, golden_text
 
 TIERS = ("overlay", "device", "host", "disk", "remote", "absent")
 NUMBERS_SHOWN = 6
