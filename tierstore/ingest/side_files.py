@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -38,26 +39,31 @@ def copy_side_files(snapshot: Snapshot, where: VersionDirectory, own: Partitions
                 np.save(file, keys, allow_pickle=False)
             kept.append(where.warmup(name))
     for head in snapshot.manifest.recorded:
-        for i, (_, path) in enumerate(snapshot.request_paths(head)):
-            files.make_dir(where.requests(head))
-            kept.append(where.requests(head) / f"{i:05d}{REQUEST_SUFFIX}")
-            _copy(path, kept[-1])
+        sources = [path for _, path in snapshot.request_paths(head)]
+        names = [f"{i:05d}{REQUEST_SUFFIX}" for i in range(len(sources))]
+        kept += _copy(sources, where.requests(head), names)
     if (index := snapshot.golden_index()) is not None:
-        files.make_dir(where.golden)
-        for entry, path in snapshot.golden_paths():
-            kept.append(where.golden / entry.path)
-            _copy(path, kept[-1])
+        entries = list(snapshot.golden_paths())
+        kept += _copy([path for _, path in entries], where.golden, [entry.path for entry, _ in entries])
         kept.append(where.root / GOLDEN_INDEX)
         index.write(kept[-1])
     return kept
 
 
-def _copy(source: Location, target: Path) -> None:
-    yield_to_requests()
-    try:
-        with open_regular(source) as read, files.publish(target) as write:
-            shutil.copyfileobj(read, write)
-    except StorageError:
-        raise
-    except OSError as error:
-        raise SnapshotError(f"cannot be read: {error.strerror or error}", file=source.name) from error
+def _copy(sources: Sequence[Location], directory: Path, names: Sequence[str]) -> list[Path]:
+    """Copy `sources` into `directory` under `names`. Names are made durable once, when all are there."""
+    if not sources:
+        return []
+    targets = [files.make_dir(directory) / name for name in names]
+    for source, target in zip(sources, targets, strict=True):
+        yield_to_requests()
+        try:
+            with open_regular(source) as read, files.publish(target, durable=False) as write:
+                shutil.copyfileobj(read, write)
+                files.sync(write, target)
+        except StorageError:
+            raise
+        except OSError as error:
+            raise SnapshotError(f"cannot be read: {error.strerror or error}", file=source.name) from error
+    files.fsync_dir(directory)
+    return targets
