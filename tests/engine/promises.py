@@ -94,7 +94,9 @@ class History:
     def undone_by(self, seq: int) -> frozenset[int]:
         """What is undone after a rollback to a delta: what was right after it was applied, and all that came since."""
         assert self.last is not None
-        return self._undone_after[seq] | {*range(seq + 1, self.last + 1)}
+        # a snapshot may have gone on beyond the seq, or the log have begun after it
+        then = max((held for held in self._undone_after if held <= seq), default=0)
+        return self._undone_after.get(then, frozenset()) | {*range(seq + 1, self.last + 1)}
 
     def rolled_back_to(self, seq: int) -> None:
         undone = self.undone_by(seq)

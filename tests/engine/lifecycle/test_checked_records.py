@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -276,3 +277,29 @@ def test_a_golden_record_that_was_changed_is_not(tmp_path):
     for read in (lambda: read_document(where, "ctr"), lambda: VersionInfo(where.version(1))):
         with pytest.raises(Corruption, match="does not match its checksum"):
             read()
+
+
+@pytest.mark.parametrize("lost", ["dense.onnx", "dense.cvr.onnx", "dense.late.onnx"])
+def test_a_version_that_lost_a_dense_part_is_named_and_not_served_without_it(open_store, tmp_path, lost):
+    """Requests would be answered with rows in place of scores. The last one was brought by a delta."""
+    graph, settings = scenes.some_dense(), {"keep_versions": 5}
+    store = open_store(**settings)
+    store.load_snapshot(scenes.write_snapshot(tmp_path, 1, rows=SMALL, dense=graph, heads={"cvr": graph}))
+    store.apply_delta(scenes.delta(1, heads={"late": graph, "gone": graph}))
+    store.apply_delta(scenes.delta(2, heads={"gone": None}))
+    folded(store)
+    store.load_snapshot(scenes.write_snapshot(tmp_path, 2, rows=SMALL, delta_seq=2))
+    store.close()
+    path = tmp_path / "data/models/ctr/1" / lost
+    content = path.read_bytes()
+    path.unlink()
+    store = open_store(**settings)
+    assert re.search(rf"version 1: .*{lost} is missing", "\n".join(store.verify().problems))
+    with pytest.raises(TierstoreError):
+        store.rollback("ctr")
+    assert store.model("ctr").active_version == 2
+    store.close()
+    path.write_bytes(content)
+    store = open_store(**settings)
+    assert (store.verify().problems, store.rollback("ctr")) == ((), 1)
+    assert sorted(store.status()["models"]["ctr"]["heads"]) == ["cvr", "late"]

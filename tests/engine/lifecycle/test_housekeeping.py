@@ -194,6 +194,32 @@ def test_the_log_does_not_grow_for_a_rejected_version_that_a_delta_does_not_fit(
     assert (ctr.problem, ctr.log.status()["entries"]) == (None, 0)
 
 
+@pytest.fixture
+def prune(monkeypatch):
+    """Have a store's log forget what nothing needs, whatever its age; returns after which delta it begins then."""
+
+    def prune(store: tierstore.Store) -> int | None:
+        with monkeypatch.context() as patch:
+            patch.setattr(store.shared.placement, "log_retention_s", 0)
+            scenes.housekeep(store)
+        return store.model("ctr").log.start
+
+    return prune
+
+
+def test_the_log_is_not_kept_to_build_a_rejected_version_again(open_store, tmp_path, prune):
+    store = open_store(keep_versions=9)
+    loaded(store, tmp_path, 1)
+    store.load_snapshot(scenes.write_snapshot(tmp_path, 2), activate=False)
+    store.canary("ctr", 2)
+    store.apply_delta(scenes.stamped(1, {"item": [1]}))
+    store.rollback("ctr", to_seq=0)
+    assert store.model("ctr").catalogue.is_outdated(2)
+    store.apply_delta(scenes.stamped(2, {"item": [2]}))
+    folded(store)
+    assert prune(store) == 2
+
+
 def test_the_log_reaches_back_to_what_a_rollback_would_go_to(open_store, tmp_path):
     """Whatever was rejected, and caught up, since."""
     store = open_store(log_retention_s=0, keep_versions=9)
@@ -211,30 +237,23 @@ def test_the_log_reaches_back_to_what_a_rollback_would_go_to(open_store, tmp_pat
     assert rows.tolist() == [scenes.vector("item", seq, seq).tolist() for seq in (1, 5)]
 
 
-def test_a_version_that_cannot_be_built_again_does_not_hold_the_log_for_that(open_store, tmp_path, monkeypatch):
+def test_a_version_that_cannot_be_built_again_does_not_hold_the_log_for_that(open_store, tmp_path, prune):
     """It holds undone deltas, and the log does not reach back to its snapshot; by force it serves with them."""
     store = open_store(keep_versions=9)
     loaded(store, tmp_path, 1)
-    ctr = store.model("ctr")
 
     def send(seq: int) -> None:
         store.apply_delta(scenes.stamped(seq, {"item": [seq]}))
         folded(store)
 
-    def prune() -> dict[str, int | None]:
-        with monkeypatch.context() as patch:
-            patch.setattr(store.shared.placement, "log_retention_s", 0)
-            scenes.housekeep(store)
-        return ctr.log.status()
-
     send(1)
     send(2)
-    assert prune()["start"] == 2
+    assert prune(store) == 2
     store.load_snapshot(scenes.write_snapshot(tmp_path, 2, delta_seq=2))
     store.activate("ctr", 1)
     send(3)
     store.activate("ctr", 2)
     store.rollback("ctr", to_seq=2)
-    assert ctr.catalogue.is_outdated(1)
+    assert store.model("ctr").catalogue.is_outdated(1)
     send(4)
-    assert prune()["start"] == 3, "it has these"
+    assert prune(store) == 3, "it has these"

@@ -100,14 +100,11 @@ class Tasks:
         catalogue, number = self._state.catalogue, info.number
         if number in self._state.live.served.versions:
             return max(info.watermark, start)  # a stale one goes on from where the log begins
-        if catalogue.is_stale(info):
-            return None
-        to_serve = self._is_to_serve(number)
-        if number in self._unfit and not to_serve:
+        outdated = catalogue.is_outdated(number)
+        if catalogue.is_stale(info) or ((outdated or number in self._unfit) and not self._is_to_serve(number)):
             return None
         loaded = info.manifest.delta_seq
-        rebuilt = catalogue.is_outdated(number) and to_serve and loaded >= start  # or that is over
-        return loaded if rebuilt else info.watermark
+        return loaded if outdated and loaded >= start else info.watermark  # it is built again, as long as it can be
 
     def _is_to_serve(self, number: int) -> bool:
         return is_to_serve(number, self._state.live.active_version, self._state.record.document.order)

@@ -10,7 +10,8 @@ version, or opens it.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import xxhash
@@ -23,12 +24,19 @@ from tierstore.formats.names import VersionDirectory
 from tierstore.tiers.base import Records
 
 _OF_NONE = xxhash.xxh3_64_hexdigest(GONE)
+_SEQ_RECORD = re.compile(r"dense(?:\.([^ ]+))?")
 PASSED_OVER = "dense passed over"  # which newer ones do not fit the version, and why
 
 
 def seq_record(head: str) -> str:
     """The record with the delta of the valid graph; none if it is the snapshot's."""
     return f"dense.{head}" if head else "dense"
+
+
+def _head_of_record(record: str) -> str | None:
+    """The head whose `seq_record` that is; None for another record."""
+    found = _SEQ_RECORD.fullmatch(record)
+    return None if found is None else found[1] or ""
 
 
 def digest_record(head: str) -> str:
@@ -92,12 +100,21 @@ def loaded_dense(where: VersionDirectory, disk: Records, head: str) -> Path | No
     return where.dense(head) if disk.record(seq_record(head)) is None and files.exists(where.dense(head)) else None
 
 
-def heads_there(where: VersionDirectory, disk: Records | None, loaded: Mapping[str, str]) -> dict[str, str | None]:
-    """The heads of a version, with the XXH3-64 of their graphs; None if it was not recorded.
+def heads_there(
+    where: VersionDirectory, disk: Records | None, graphs: Iterable[str], loaded: Mapping[str, str]
+) -> dict[str, str | None]:
+    """The heads of a version, with the XXH3-64 of their graphs; None if it was not recorded. Corruption where the file
+    of one is missing, of those that were loaded (`graphs`) and of those that deltas brought.
 
     `loaded` are the digests of loaded graphs; `disk` None: no delta has brought any. An empty file is a removed head
     only if that was recorded: it may have been cut off.
     """
+    brought = map(_head_of_record, disk.records()) if disk is not None else ()
+    for head in sorted({*graphs, *brought} - {None, *where.denses()}):
+        raise Corruption(
+            f"{where.dense(head)} is missing, a dense part of the version: restore it, or drop the version and load it "
+            "again"
+        )
     digests = {
         head: loaded.get(head) if disk is None else _digest(disk, head, loaded.get(head)) for head in where.denses()
     }

@@ -190,7 +190,7 @@ class VersionInfo:
         self.watermark = self.manifest.delta_seq  # the owner changes it
         self.colliding: Mapping[str, CollidingKeys] = {}  # as of the watermark; replaced as a whole
         # the heads in its files, with their digests, None if an earlier release wrote them; replaced as a whole
-        self.heads = heads_there(where, None, self.loaded_digests)
+        self.heads = heads_there(where, None, self.manifest.graphs, self.loaded_digests)
         self.left_out: bytes | None = None  # the record of undone deltas, as it was opened
         self.problem: str | None = None  # why it could not be opened when that was tried last
         self.passed_over: dict[str, str] = {}  # by head the newest that a delta brought and that does not fit
@@ -251,7 +251,7 @@ class VersionInfo:
                 self._count(rowcount.recorded(disk, watermark, loaded, delta_seq), watermark)
         finish_dense(self.where, disk)
         self.passed_over = passed_over(disk)
-        self.heads = heads_there(self.where, disk, self.loaded_digests)
+        self.heads = heads_there(self.where, disk, self.manifest.graphs, self.loaded_digests)
 
     def note_expired_before(self, table: str, oldest_s: int) -> None:
         """Note that a check has found the rows of a table expired that were written before `oldest_s`."""

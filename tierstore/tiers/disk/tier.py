@@ -187,6 +187,10 @@ class DiskTier:
             value: bytes | None = db.get([record_key(name)])[0]
         return value or None
 
+    def records(self) -> list[str]:
+        """The names of all records. Raises Corruption."""
+        return [stored[2:].decode() for keys, _ in self._blocks(META_TABLE, _RECORDS) for stored in keys]
+
     def watermark(self) -> int | None:
         """The seq of the newest delta in the tier, from the last ingested file; None if there is none."""
         value = self.record(WATERMARK)

@@ -82,6 +82,10 @@ class RemoteRows:
     def record(self, name: str) -> None:
         """None: the cluster keeps a version's records in another form."""
 
+    def records(self) -> list[str]:
+        """None, likewise."""
+        return []
+
     def trust(self, seq: int) -> None:
         """From now on rows without the deltas up to `seq` are an error."""
         self._trusted = max(self._trusted, seq)

@@ -36,7 +36,7 @@ class LocalRows:
     def __init__(self, disk: DiskTier) -> None:
         self.disk = disk
         self.read_by, self.record, self.watermark = disk.read_by, disk.record, disk.watermark
-        self.in_order = disk.in_order
+        self.in_order, self.records = disk.in_order, disk.records
         self.bytes_on_disk, self.stats, self.close = disk.bytes_on_disk, disk.stats, disk.close
 
     def get(self, table_id: int, keys: Keys, rows: Rows, state: States) -> None:
