@@ -21,7 +21,7 @@ import struct
 import termios
 from collections.abc import Callable
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import h11
 
@@ -31,9 +31,6 @@ from tierstore.service.http.messages import Receive, body_deadline
 from tierstore.service.limits import slow_clients
 from tierstore.service.limits.silent import host_of
 from tierstore.service.limits.worker_pool import ByteBudget
-
-if TYPE_CHECKING:
-    from uvicorn.protocols.http.h11_impl import H11Protocol
 
 _LOOK_S = 0.25  # between two looks at an answer that is not read
 
@@ -49,7 +46,19 @@ class Phase(Enum):
     CLOSING = "its end"
 
 
-class Bounds:
+class HttpProtocol(Protocol):
+    """uvicorn's protocol of a connection, over h11."""
+
+    conn: h11.Connection
+    client: tuple[str, int] | None
+
+    def connection_made(self, transport: asyncio.Transport) -> None: ...
+    def connection_lost(self, exc: Exception | None) -> None: ...
+    def data_received(self, data: bytes) -> None: ...
+    def eof_received(self) -> None: ...
+
+
+class ConnectionBounds:
     """The bounds of a listener's connections: `limit` counts them, and their unread bytes are held in `budget`."""
 
     def __init__(self, settings: Settings, limit: ConnectionLimit, budget: ByteBudget) -> None:
@@ -72,8 +81,8 @@ class BoundedConnection(asyncio.Protocol):
         self,
         sock: socket.socket,
         refused: bool,
-        bounds: Bounds,
-        make: Callable[[BoundedConnection], H11Protocol],
+        bounds: ConnectionBounds,
+        make: Callable[[BoundedConnection], HttpProtocol],
         ended: Callable[[BoundedConnection], None],
     ) -> None:
         self._socket, self.refused, self._bounds, self._ended = sock, refused, bounds, ended
@@ -187,8 +196,8 @@ class BoundedConnection(asyncio.Protocol):
         self._protocol.data_received(data)
         self._look()
 
-    def eof_received(self) -> bool | None:
-        return self._protocol.eof_received()
+    def eof_received(self) -> None:
+        self._protocol.eof_received()
 
     def pause_writing(self) -> None:
         self._look()
