@@ -100,8 +100,6 @@ class BoundedConnection(asyncio.Protocol):
         self._answered_s = self._read_s = 0.0  # when it began; when the client last took some of it
         self._all_read: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
-        if not refused:
-            bounds.limit.silent.add(self._host, self.abort)
         self._look()
 
     # --- for the application
@@ -137,6 +135,8 @@ class BoundedConnection(asyncio.Protocol):
     def finish(self) -> None:
         """Give the client a little time for what it sends or reads: the service ends."""
         self._finish_s = self._loop.time() + slow_clients.ENDING_S
+        if self._transport is None:
+            self.abort()
         self._look()
 
     def hand_on(self, serve_connection: Callable[[int], None]) -> None:
@@ -215,6 +215,7 @@ class BoundedConnection(asyncio.Protocol):
         if self._transport is not None:
             self._note_phase(self._transport, now_s)
             self._note_unread(self._transport, now_s)
+        self._note_silence()
         until_s = self._deadline_s()
         if until_s is None:
             return
@@ -245,10 +246,6 @@ class BoundedConnection(asyncio.Protocol):
         if (self._phase, phase) != (Phase.HEAD, Phase.BODY):
             self._since_s = now_s
         self._phase = phase
-        if phase in (Phase.WAITING, Phase.HEAD) and not self.refused:
-            self._bounds.limit.silent.add(self._host, self.abort)
-        else:
-            self._bounds.limit.silent.discard(self._host, self.abort)
 
     def _current_phase(self, transport: asyncio.Transport) -> Phase:
         connection = self._protocol.conn
@@ -276,6 +273,14 @@ class BoundedConnection(asyncio.Protocol):
             self._read_s = now_s
         self._unread = unread
 
+    def _note_silence(self) -> None:
+        """Note whether it makes room for others, if it stays so for a while."""
+        silent = self._bounds.limit.silent
+        if self._phase in (Phase.HANDSHAKE, Phase.WAITING, Phase.HEAD) and not self._unread and not self.refused:
+            silent.add(self._host, self.abort)
+        else:
+            silent.discard(self._host, self.abort)
+
     def _hold(self, size: int) -> None:
         if size != self._held:
             self._bounds.budget.hold(size - self._held)
@@ -299,7 +304,8 @@ class BoundedConnection(asyncio.Protocol):
         if self.refused and self._phase is not Phase.CLOSING and not self._unread:
             until_s.append(self._began_s + min(slow_clients.TURN_OFF_S, bounds.idle_s))
         if self._finish_s is not None and until_s:
-            until_s.append(self._finish_s)
+            began_s = self._answered_s if self._unread else self._since_s  # perhaps after that
+            until_s.append(max(self._finish_s, began_s + slow_clients.ENDING_S))
         return min(until_s, default=None)
 
     def _end(self) -> None:
@@ -320,7 +326,6 @@ class BoundedConnection(asyncio.Protocol):
         else:
             self._transport.close()
         self._phase, self._since_s = Phase.CLOSING, self._loop.time()
-        self._bounds.limit.silent.discard(self._host, self.abort)
         self._look()
 
 
