@@ -59,7 +59,7 @@ def _families() -> dict[str, Metric]:
 
 @contextmanager
 def a_service() -> Iterator[ServerThread]:
-    """A service of an empty store that watches a directory and a location, and has a peer, which is away."""
+    """A service of an empty store that watches a directory and a location, listens for admins, and has a peer, which is away."""
     logging.getLogger("tierstore").addHandler(
         logging.NullHandler()
     )  # what it has to say of its peers is of no interest
@@ -69,6 +69,7 @@ def a_service() -> Iterator[ServerThread]:
             (root / folder).mkdir()
         settings = {
             "watch": root / "deltas", "watch_snapshots": [root / "snapshots"], "source_root": [root], "peer": ["http://127.0.0.1:9"],
+            "admin_listen": f"unix:{root}/admin.sock",
         }  # fmt: skip
         with (
             tierstore.open(root / "data", port=0, host_budget="16MiB", **settings) as store,

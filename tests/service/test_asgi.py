@@ -6,6 +6,7 @@ import asyncio
 import http.client
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -19,12 +20,14 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 import tierstore
 from tests.service.conftest import eventually, settings_for
+from tests.service.raw_clients import request
 from tests.service.scenes import KEYS, delta, items, write_snapshot
 from tierstore.engine.store import Store
 from tierstore.errors import ConfigError
 from tierstore.service.application import ServiceApplication
 from tierstore.service.server import ServerThread, grpc_port_by_default
 
+DOCUMENTED = "tierstore.service:app --http h11 --timeout-graceful-shutdown 5 --limit-concurrency 1000"
 LOOK_UP = {"inputs": [{"name": "item_id", "datatype": "INT64", "shape": [len(KEYS)], "data": KEYS.tolist()}]}
 
 
@@ -91,7 +94,7 @@ def test_a_store_that_cannot_be_opened_fails_the_start(tmp_path: Path) -> None:
 
 def test_uvicorn_serves_the_application_by_its_name(tmp_path: Path) -> None:
     settings = loaded(tmp_path)
-    command = [sys.executable, "-m", "uvicorn", "tierstore.service:app", "--port", "0"]
+    command = [sys.executable, "-m", "uvicorn", *DOCUMENTED.split(), "--port", "0"]
     environment = os.environ | {"TIERSTORE_DATA": str(settings.data)}
     with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, cwd=tmp_path) as process:
         try:
@@ -99,11 +102,20 @@ def test_uvicorn_serves_the_application_by_its_name(tmp_path: Path) -> None:
             url = next(word for line in process.stderr for word in line.split() if word.startswith("http://"))
             with tierstore.Client(url) as client:
                 np.testing.assert_array_equal(client.lookup("ctr", "item_id", KEYS), items(KEYS))
+            with socket.create_connection(("127.0.0.1", httpx.URL(url).port), timeout=60) as sock:
+                sock.sendall(request("http://evil.example/v2"))
+                assert sock.recv(1 << 16).startswith(b"HTTP/1.1 403"), "the name in the target counts"
+                process.terminate()
+                process.wait(60)
         finally:
-            process.terminate()
-            process.wait(60)
+            process.kill()
     with Store(settings) as store:  # it was closed
         assert store.models() == ["ctr"]
+
+
+def test_the_command_for_uvicorn_is_the_documented_one() -> None:
+    page = Path(__file__).parents[2] / "docs/overload.md"
+    assert f"uvicorn {DOCUMENTED}" in page.read_text(encoding="utf-8")
 
 
 def test_with_uvicorn_as_the_server_no_reactor_runs(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import socket
@@ -26,6 +27,7 @@ from tierstore.service.http import connection_limit
 from tierstore.service.http.connection_limit import ConnectionLimit
 from tierstore.service.http.messages import Response
 from tierstore.service.limits import slow_clients
+from tierstore.service.limits.silent import SILENT_S
 from tierstore.service.server import ServerThread
 
 LISTENERS = (
@@ -91,16 +93,18 @@ class Served:
         self.server, self.listener, self._ca = server, listener, ca
         self.with_tls = "TLS" in listener
         self.messages = OVER_GRPC if listener == "gRPC" else HTTP
+        self.asked, self.gate = threading.Event(), threading.Event()  # of the large answer: it waits for the gate
+        self.gate.set()
 
     @property
     def limit(self) -> ConnectionLimit:
         service: Any = self.server.service
         return service.admin_connections if "admin" in self.listener else service.connection_limit  # type: ignore[no-any-return]
 
-    def connect(self, *, handshake: bool = True) -> socket.socket:
+    def connect(self, *, handshake: bool = True, room: int = 4096) -> socket.socket:
         """A connection, whose client has room for little."""
         made = socket.socket(socket.AF_UNIX if "socket" in self.listener else socket.AF_INET)
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, room)
         made.settimeout(60)
         made.connect(self._address())
         if not (self.with_tls and handshake):
@@ -133,8 +137,12 @@ class Served:
 
 
 @contextlib.contextmanager
-def serving(listener: str, folder: Path, **bounds: float) -> Iterator[Served]:
-    """A server with such a listener: `bounds` are settings."""
+def serving(
+    listener: str, folder: Path, *, stall_s: float = SHORT_S, ending_s: float = SHORT_S, **bounds: float
+) -> Iterator[Served]:
+    """A server with such a listener, where a client may read nothing for `stall_s`, and has `ending_s` at the end;
+    `bounds` are settings.
+    """
     folder.mkdir(exist_ok=True)
     authority = Authority(folder)
     settings: dict[str, Any] = {"max_connections": LIMIT, "grpc_port": GRPC if listener == "gRPC" else "off", **bounds}
@@ -146,14 +154,18 @@ def serving(listener: str, folder: Path, **bounds: float) -> Iterator[Served]:
     if listener == "uvicorn":
         settings["server"] = "uvicorn"
 
-    async def large(*_: object) -> Response:
+    async def large() -> Response:
+        served.asked.set()
+        while not served.gate.is_set():
+            await asyncio.sleep(0.01)
         return Response(200, [bytes(LARGE)])
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(server_module, "ADMIN_CONNECTIONS", LIMIT)
         patch.setattr(connection_limit, "FEW_REFUSED", REFUSED)
-        for name in ("HANDSHAKE_S", "TURN_OFF_S", "STALL_S", "ENDING_S"):
-            patch.setattr(slow_clients, name, SHORT_S)
+        times = {"HANDSHAKE_S": SHORT_S, "TURN_OFF_S": SHORT_S, "ENDING_S": ending_s, "STALL_S": stall_s}
+        for name, seconds in times.items():
+            patch.setattr(slow_clients, name, seconds)
         patch.setattr(slow_clients, "SLOWEST_RATE", 1 << 40)  # an answer has no more time than that
         if "first start" in listener:
             never = SimpleNamespace(http=threading.Event(), done=threading.Event(), error=None)
@@ -262,6 +274,19 @@ def test_a_client_that_reads_late_gets_all_of_its_answer(patient: Served) -> Non
         eventually(lambda: not budget.used_bytes, "nothing is held")
 
 
+def test_a_client_that_has_an_answer_to_read_keeps_its_place(patient: Served) -> None:
+    eventually(patient.is_quiet, "the clients of other tests have gone")
+    least = 1 if patient.listener == "gRPC" else LARGE // 2
+    with contextlib.ExitStack() as stack:
+        for _ in range(LIMIT):
+            stack.enter_context(patient.connect()).sendall(patient.messages["unread"])
+        eventually(lambda: patient.server.service.inflight.used_bytes >= LIMIT * least, "all have their answers")
+        until = time.monotonic() + 1.5 * SILENT_S
+        while time.monotonic() < until:
+            assert not patient.is_answered()
+            time.sleep(0.05)  # paces the asking
+
+
 def test_many_clients_take_few_files_and_others_are_answered_meanwhile(served: Served) -> None:
     eventually(served.is_quiet, "the clients of other tests have gone")
     files = "/proc/self/fd"
@@ -281,8 +306,8 @@ def test_many_clients_take_few_files_and_others_are_answered_meanwhile(served: S
 def test_a_stop_waits_for_no_client(listener: str, tmp_path: Path) -> None:
     long_s = 3600.0
     with contextlib.ExitStack() as stack:
-        served = stack.enter_context(serving(listener, tmp_path, idle_timeout_s=long_s, arrival_timeout_s=long_s))
-        slow_clients.STALL_S = long_s
+        bounds = {"stall_s": long_s, "idle_timeout_s": long_s, "arrival_timeout_s": long_s}
+        served = stack.enter_context(serving(listener, tmp_path, **bounds))
         stack.enter_context(served.connect(handshake=False))
         for message in served.messages.values():
             stack.enter_context(served.connect()).sendall(message)
@@ -292,3 +317,21 @@ def test_a_stop_waits_for_no_client(listener: str, tmp_path: Path) -> None:
         served.server.close()
         assert time.monotonic() - began_s < MOST_S
         assert served.server.service.inflight.used_bytes == 0
+
+
+@pytest.mark.parametrize("listener", ["reactors", "uvicorn"])
+def test_a_request_in_progress_at_a_stop_is_answered_in_whole(listener: str, tmp_path: Path) -> None:
+    ending_s = 1.0
+    with (
+        serving(listener, tmp_path, stall_s=60.0, ending_s=ending_s) as served,
+        served.connect(room=1 << 20) as one,
+    ):
+        served.gate.clear()
+        one.sendall(served.messages["unread"])
+        assert served.asked.wait(60)
+        closing = threading.Thread(target=served.server.close)
+        closing.start()
+        time.sleep(1.2 * ending_s)  # longer than a client has who owes something
+        served.gate.set()
+        assert len(ends(one)) > LARGE
+        closing.join(60)

@@ -223,6 +223,15 @@ def test_an_error_of_the_connection_ends_it(machine: Machine, data: bytes, error
         [(b":method", b"GET"), (b":scheme", b"http"), (b":path", b"/"), (b"a", b"b\n:c")],
         [(b":method", b"GET"), (b":scheme", b"http"), (b":path", b"/\nx"), (b"a", b"b")],
         [(b":method", b"GET"), (b":scheme", b"http"), (b":path", b"/"), (b":authority", b"a"), (b"host", b"b")],
+        [(b":method", b"GET"), (b":scheme", b"http"), (b":path", b"/"), (b"host", b"a"), (b"host", b"b")],
+        [
+            (b":method", b"GET"),
+            (b":scheme", b"http"),
+            (b":path", b"/"),
+            (b":authority", b"a"),
+            (b"host", b"a"),
+            (b"host", b"a"),
+        ],
         [(b":method", b"G T"), (b":scheme", b"http"), (b":path", b"/")],
     ],
 )

@@ -1,4 +1,4 @@
-"""The service as an ASGI application, for another server: `uvicorn tierstore.service:app`.
+"""The service as an ASGI application, for another server: `uvicorn tierstore.service:app --http h11`.
 
 The settings are those of `tierstore serve` without flags: tierstore.toml and the environment. Python answers every
 request, and gRPC is not served. The server decides where it listens, so `allowed_host` must name the hosts that

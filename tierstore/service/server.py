@@ -32,7 +32,7 @@ from tierstore.service.addresses import Ports, url_of
 from tierstore.service.admin.application import AdminApplication
 from tierstore.service.context import Service
 from tierstore.service.http.asgi import UvicornListener
-from tierstore.service.http.bounded import Bounds
+from tierstore.service.http.bounded import ConnectionBounds
 from tierstore.service.http.connection_limit import ConnectionLimit, PlainCounts
 from tierstore.service.http.handoff import Handoff, RequestDispatch
 from tierstore.service.http.listener import TlsListener
@@ -128,7 +128,7 @@ class HttpService:
 
     def _by_uvicorn(self, sock: socket.socket, limit: ConnectionLimit, *, admin: bool = False) -> UvicornListener:
         service = self.service
-        bounds = Bounds(self._settings, limit, service.inflight)
+        bounds = ConnectionBounds(self._settings, limit, service.inflight)
         tls = None if sock.family == socket.AF_UNIX else service.tls
         return UvicornListener(sock, self._root, bounds, tls, lambda: service.draining, admin=admin)
 

@@ -23,15 +23,24 @@ from tierstore.service.server import ServerThread
 INFER = "/v2/models/ctr/infer"
 FOREIGN = {"Expect": "nothing"}  # of which reactors know nothing
 KEYS = 40_000
-DELTA = b"POST /admin/models/ctr/deltas HTTP/1.1\r\nHost: localhost\r\nContent-Length: 200000\r\n\r\n"
+
+
+@pytest.fixture(params=["reactors", "uvicorn"])
+def served(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServerThread]:
+    """A server that waits for its clients a short time only."""
+    yield from serving(request.param, tmp_path, monkeypatch)
 
 
 @pytest.fixture
-def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServerThread]:
-    """A server that waits for its clients a short time only,"""
-    for name, seconds in {"BODY_S": 1.0, "STALL_S": 1.0, "ENDING_S": 0.5}.items():
-        monkeypatch.setattr(slow_clients, name, seconds)
-    store = FakeStore(settings_for(tmp_path, arrival_timeout_s=1.0, idle_timeout_s=30, max_connections=64))
+def by_reactors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServerThread]:
+    yield from serving("reactors", tmp_path, monkeypatch)
+
+
+def serving(by: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServerThread]:
+    for name in ("BODY_S", "STALL_S"):
+        monkeypatch.setattr(slow_clients, name, 1.0)
+    bounds = {"arrival_timeout_s": 1.0, "idle_timeout_s": 30, "max_connections": 64}
+    store = FakeStore(settings_for(path, server=by, grpc_port="off", **bounds))
     with ServerThread(store) as server:  # type: ignore[arg-type]
         yield server
 
@@ -69,16 +78,6 @@ def large_lookup() -> bytes:
     return head + keys
 
 
-@pytest.mark.parametrize(
-    "begin", [b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\nX-Slow: ", b"POST " + INFER.encode() + b" HTTP/1.1\r\nUser-Agent: "]
-)  # fmt: skip
-def test_a_head_has_a_deadline_however_its_bytes_trickle(served: ServerThread, begin: bytes) -> None:
-    with connect(served) as slow:
-        slow.sendall(begin)
-        assert drip(slow, 15) == b""
-    eventually(lambda: served.service.connection_limit.open == 0, "its place is free")  # type: ignore[union-attr]
-
-
 def test_the_next_head_of_a_connection_has_one_too(served: ServerThread) -> None:
     with connect(served) as slow:
         slow.sendall(request("/v2/health/live") + b"GET /v2/health/live HTTP/1.1\r\nX-Slow: ")
@@ -98,16 +97,6 @@ def test_a_body_that_is_refused_and_still_trickles_has_one(served: ServerThread)
     with connect(served) as slow:
         slow.sendall(f"POST {INFER} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 999999999\r\n\r\n".encode())
         assert drip(slow, 15).startswith(b"HTTP/1.1 413")
-
-
-def test_a_client_that_does_not_read_is_ended_and_holds_nothing(served: ServerThread) -> None:
-    budget = served.service.inflight
-    with connect(served) as slow:
-        slow.sendall(large_lookup() * 6)
-        least = 6 * KEYS * 16 - (8 << 20)  # what neither side's buffers can have
-        eventually(lambda: budget.used_bytes > max(least, 1 << 16), "answers that nobody reads are counted")
-        eventually(lambda: served.service.connection_limit.open == 0, "the connection is ended")  # type: ignore[union-attr]
-        eventually(lambda: budget.used_bytes == 0, "nothing is held")
 
 
 def test_bytes_count_until_they_have_left(served: ServerThread, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,22 +133,6 @@ def test_the_less_room_there_is_the_sooner_it_is_ended(served: ServerThread, mon
         budget.hold(held)
         eventually(lambda: budget.used_bytes == held, "it is ended")
         budget.release(held)
-
-
-@pytest.mark.parametrize("hanging", ["a body", "a body of a look-up", "an answer"])
-def test_the_end_waits_for_no_client(served: ServerThread, hanging: str) -> None:
-    with connect(served) as slow:
-        if hanging == "an answer":
-            slow.sendall(large_lookup() * 6)
-            eventually(lambda: served.service.inflight.used_bytes > 1 << 16, "an answer that nobody reads")
-        else:
-            path = INFER if "look-up" in hanging else "/admin/models/ctr/snapshots"
-            slow.sendall(f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 200\r\n\r\n{{".encode())
-            eventually(lambda: served.service.connection_limit.open == 1, "it has come")  # type: ignore[union-attr]
-            time.sleep(0.3)
-        began = time.monotonic()
-        served.close()
-        assert time.monotonic() - began < 15
 
 
 def test_a_reactors_client_that_does_not_read_is_ended_the_sooner_the_less_room_there_is(
@@ -219,9 +192,9 @@ def test_only_deltas_may_be_longer_than_other_bodies(served: ServerThread, path:
 
 
 def test_a_health_check_does_not_wait_for_what_others_have_sent(
-    served: ServerThread, monkeypatch: pytest.MonkeyPatch
+    by_reactors: ServerThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reactors = served.service.reactors
+    reactors = by_reactors.service.reactors
     served_order: list[str] = []
     receive = reactors._receiver.request  # type: ignore[union-attr]
     gate = threading.Event()
@@ -235,11 +208,11 @@ def test_a_health_check_does_not_wait_for_what_others_have_sent(
     monkeypatch.setattr(reactors._receiver, "request", slowly)  # type: ignore[union-attr]
     message = request(INFER, {"inputs": []})
     with contextlib.ExitStack() as stack:
-        busy = [stack.enter_context(connect(served)) for _ in range(40)]
+        busy = [stack.enter_context(connect(by_reactors)) for _ in range(40)]
         for one in busy:
             one.sendall(message)
         time.sleep(0.5)
-        with connect(served) as probe:
+        with connect(by_reactors) as probe:
             probe.sendall(request("/v2/health/live"))
             time.sleep(0.2)
             gate.set()

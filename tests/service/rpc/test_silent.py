@@ -159,15 +159,6 @@ def test_idle_streams_make_room_for_others(
         assert "open it again" in idle[0].details()
 
 
-def test_a_client_that_does_not_read_is_ended_and_holds_nothing(served: ServerThread) -> None:
-    served.service.reactors._limits["stall_ns"] = 300_000_000  # type: ignore[union-attr]
-    budget = served.service.inflight
-    with ask_without_reading(served, keys_request(2000)) as connection:
-        eventually(lambda: budget.used_bytes, "an answer that nobody reads")
-        eventually(lambda: budget.used_bytes == 0, "the end of the call")
-        connection.settimeout(60)
-
-
 def test_loads_keep_no_other_call_waiting(served: ServerThread, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
     monkeypatch.setattr(documents, "load", lambda *_: gate.wait(60))

@@ -14,11 +14,11 @@ import math
 import socket
 from collections.abc import Awaitable, Callable, MutableMapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 from urllib.parse import unquote
 
 from tierstore.addresses import is_loopback
-from tierstore.service.http.bounded import BoundedConnection, Bounds
+from tierstore.service.http.bounded import BoundedConnection, ConnectionBounds, HttpProtocol
 from tierstore.service.http.listener import Listener
 from tierstore.service.http.messages import (
     CLOSE,
@@ -35,9 +35,6 @@ from tierstore.service.http.tls_transport import TlsTransport
 from tierstore.service.limits import slow_clients
 from tierstore.service.tls import Tls
 from tierstore.wire.http1.frame import MOST_HEAD_BYTES
-
-if TYPE_CHECKING:
-    from uvicorn.protocols.http.h11_impl import H11Protocol
 
 Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
@@ -93,7 +90,7 @@ class UvicornListener:
         self,
         sock: socket.socket,
         app: App,
-        bounds: Bounds,
+        bounds: ConnectionBounds,
         tls: Tls | None,
         draining: Callable[[], bool],
         *,
@@ -180,7 +177,7 @@ class UvicornListener:
         self._opening.add(task)
         task.add_done_callback(self._opening.discard)
 
-    def _protocol(self, connection: BoundedConnection) -> H11Protocol:
+    def _protocol(self, connection: BoundedConnection) -> HttpProtocol:
         from uvicorn.protocols.http.h11_impl import H11Protocol
 
         return H11Protocol(self._config, self._server.server_state, {CONNECTION: connection})

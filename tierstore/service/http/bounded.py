@@ -21,7 +21,7 @@ import struct
 import termios
 from collections.abc import Callable
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import h11
 
@@ -31,9 +31,6 @@ from tierstore.service.http.messages import Receive, body_deadline
 from tierstore.service.limits import slow_clients
 from tierstore.service.limits.silent import host_of
 from tierstore.service.limits.worker_pool import ByteBudget
-
-if TYPE_CHECKING:
-    from uvicorn.protocols.http.h11_impl import H11Protocol
 
 _LOOK_S = 0.25  # between two looks at an answer that is not read
 
@@ -49,7 +46,19 @@ class Phase(Enum):
     CLOSING = "its end"
 
 
-class Bounds:
+class HttpProtocol(Protocol):
+    """uvicorn's protocol of a connection, over h11."""
+
+    conn: h11.Connection
+    client: tuple[str, int] | None
+
+    def connection_made(self, transport: asyncio.Transport) -> None: ...
+    def connection_lost(self, exc: Exception | None) -> None: ...
+    def data_received(self, data: bytes) -> None: ...
+    def eof_received(self) -> None: ...
+
+
+class ConnectionBounds:
     """The bounds of a listener's connections: `limit` counts them, and their unread bytes are held in `budget`."""
 
     def __init__(self, settings: Settings, limit: ConnectionLimit, budget: ByteBudget) -> None:
@@ -72,8 +81,8 @@ class BoundedConnection(asyncio.Protocol):
         self,
         sock: socket.socket,
         refused: bool,
-        bounds: Bounds,
-        make: Callable[[BoundedConnection], H11Protocol],
+        bounds: ConnectionBounds,
+        make: Callable[[BoundedConnection], HttpProtocol],
         ended: Callable[[BoundedConnection], None],
     ) -> None:
         self._socket, self.refused, self._bounds, self._ended = sock, refused, bounds, ended
@@ -91,8 +100,6 @@ class BoundedConnection(asyncio.Protocol):
         self._answered_s = self._read_s = 0.0  # when it began; when the client last took some of it
         self._all_read: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
-        if not refused:
-            bounds.limit.silent.add(self._host, self.abort)
         self._look()
 
     # --- for the application
@@ -128,6 +135,8 @@ class BoundedConnection(asyncio.Protocol):
     def finish(self) -> None:
         """Give the client a little time for what it sends or reads: the service ends."""
         self._finish_s = self._loop.time() + slow_clients.ENDING_S
+        if self._transport is None:
+            self.abort()
         self._look()
 
     def hand_on(self, serve_connection: Callable[[int], None]) -> None:
@@ -187,8 +196,8 @@ class BoundedConnection(asyncio.Protocol):
         self._protocol.data_received(data)
         self._look()
 
-    def eof_received(self) -> bool | None:
-        return self._protocol.eof_received()
+    def eof_received(self) -> None:
+        self._protocol.eof_received()
 
     def pause_writing(self) -> None:
         self._look()
@@ -206,6 +215,7 @@ class BoundedConnection(asyncio.Protocol):
         if self._transport is not None:
             self._note_phase(self._transport, now_s)
             self._note_unread(self._transport, now_s)
+        self._note_silence()
         until_s = self._deadline_s()
         if until_s is None:
             return
@@ -236,10 +246,6 @@ class BoundedConnection(asyncio.Protocol):
         if (self._phase, phase) != (Phase.HEAD, Phase.BODY):
             self._since_s = now_s
         self._phase = phase
-        if phase in (Phase.WAITING, Phase.HEAD) and not self.refused:
-            self._bounds.limit.silent.add(self._host, self.abort)
-        else:
-            self._bounds.limit.silent.discard(self._host, self.abort)
 
     def _current_phase(self, transport: asyncio.Transport) -> Phase:
         connection = self._protocol.conn
@@ -267,6 +273,14 @@ class BoundedConnection(asyncio.Protocol):
             self._read_s = now_s
         self._unread = unread
 
+    def _note_silence(self) -> None:
+        """Note whether it makes room for others, if it stays so for a while."""
+        silent = self._bounds.limit.silent
+        if self._phase in (Phase.HANDSHAKE, Phase.WAITING, Phase.HEAD) and not self._unread and not self.refused:
+            silent.add(self._host, self.abort)
+        else:
+            silent.discard(self._host, self.abort)
+
     def _hold(self, size: int) -> None:
         if size != self._held:
             self._bounds.budget.hold(size - self._held)
@@ -290,7 +304,8 @@ class BoundedConnection(asyncio.Protocol):
         if self.refused and self._phase is not Phase.CLOSING and not self._unread:
             until_s.append(self._began_s + min(slow_clients.TURN_OFF_S, bounds.idle_s))
         if self._finish_s is not None and until_s:
-            until_s.append(self._finish_s)
+            began_s = self._answered_s if self._unread else self._since_s  # perhaps after that
+            until_s.append(max(self._finish_s, began_s + slow_clients.ENDING_S))
         return min(until_s, default=None)
 
     def _end(self) -> None:
@@ -311,7 +326,6 @@ class BoundedConnection(asyncio.Protocol):
         else:
             self._transport.close()
         self._phase, self._since_s = Phase.CLOSING, self._loop.time()
-        self._bounds.limit.silent.discard(self._host, self.abort)
         self._look()
 
 

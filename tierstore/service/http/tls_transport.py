@@ -1,6 +1,7 @@
 """TLS between the event loop's transport and a protocol, whose bytes on their way can be counted.
 
-The event loop's own TLS does not say how much of what was written has yet to leave. Event loop only.
+The TLS of asyncio and of uvloop does not say how much of a large piece that was written has yet to leave. Event loop
+only.
 """
 
 from __future__ import annotations
@@ -45,9 +46,11 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
                 self._session.do_handshake()
                 self._is_made = True
                 self._protocol.connection_made(self)
-            while part := self._session.read(_READ_BYTES):
-                self._protocol.data_received(part)
-            self.eof_received()  # the client has ended its side
+            while not self._is_ending:
+                if part := self._session.read(_READ_BYTES):
+                    self._protocol.data_received(part)
+                else:  # the client has ended its side
+                    self.eof_received()
         except ssl.SSLWantReadError:
             self._send()
         except ssl.SSLError:  # what came is no TLS, or no good certificate: the client is told

@@ -184,6 +184,8 @@ def read_head(row, text, fields, count, streaming, now):  # type: ignore[no-unty
             if http1_head.is_word(value, value_bytes, _CONTINUE):
                 came = EXPECTS
         elif which == _HOST:
+            if host != 0:
+                return MALFORMED  # who passes it on may have read the other one
             host, host_bytes = value, value_bytes
         elif which in (_CONTENT_ENCODING, _GRPC_ENCODING):
             if value_bytes > 0 and not _is(value, value_bytes, _IDENTITY):
