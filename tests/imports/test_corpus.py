@@ -6,9 +6,12 @@ import json
 import shutil
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import ml_dtypes
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from tests.imports.make_corpus import CORPUS, KEYS, VECTORS, WORDS
@@ -179,6 +182,39 @@ def test_what_the_names_of_hives_folders_say_is_a_column(tmp_path: Path, key: st
     days = (np.array(["2026-11-20"] * 2 + ["2026-11-21"] * 2, "M8[s]")).astype(np.int64)
     times = [batch.times for batch in open_snapshot(tmp_path / "s").batches("item", 0)]
     assert [time for part in times if part is not None for time in part.tolist()] == days.tolist()
+
+
+@pytest.mark.parametrize(
+    ("folder", "time"),
+    [
+        ("ts=2026-11-20 10%3A00%3A00", "2026-11-20T10:00:00"),
+        ("ts=2026-11-20%2010%3A00%3A00.5", "2026-11-20T10:00:00"),
+        ("ts=2026-11-20T10%3A00%3A00%2B02%3A00", "2026-11-20T08:00:00"),
+        ("ts=2026-11-20", "2026-11-20T00:00:00"), ("ts=1795168800", "2026-11-20T10:00:00"),
+    ],
+)  # fmt: skip
+def test_times_of_hives_folders_are_taken_as_spark_writes_them(tmp_path: Path, folder: str, time: str) -> None:
+    where = tmp_path / "items" / folder
+    where.mkdir(parents=True)
+    pq.write_table(pa.table({"item_id": [5], "embedding": [[1.0, 2.0]]}), where / "part-0.parquet")
+    options: dict[str, Any] = {"ttl_s": "300d", "time_column": "ts"}
+    import_table(tmp_path / "items", model="ctr", table="item", out=tmp_path / "s", **ITEMS, **options)
+    (batch,) = open_snapshot(tmp_path / "s").batches("item", 0)
+    assert batch.times.tolist() == [int(np.datetime64(time, "s").astype(np.int64))]
+    named = unquote(folder.removeprefix("ts="))
+    import_table(tmp_path / "items", model="ctr", table="item", out=tmp_path / "k", key="ts", vector="embedding")
+    assert list(rows_of(tmp_path / "k")) == [int(named) if named.isdigit() else named], "as a key it is what it says"
+
+
+@pytest.mark.parametrize("text", ["10%3A00%3A00", "yesterday", "2026-11-20 25%3A00%3A00"])
+def test_a_folders_name_that_is_no_moment_is_refused_as_a_time(tmp_path: Path, text: str) -> None:
+    where = tmp_path / f"items/ts={text}"
+    where.mkdir(parents=True)
+    pq.write_table(pa.table({"item_id": [5], "embedding": [[1.0, 2.0]]}), where / "part-0.parquet")
+    with pytest.raises(SnapshotError, match=rf"'ts' of folders: expected a time .*, got '{unquote(text)}'"):
+        import_table(
+            tmp_path / "items", model="ctr", table="item", out=tmp_path / "s", ttl_s="9d", time_column="ts", **ITEMS
+        )
 
 
 def test_a_column_that_is_nowhere_is_refused_with_those_of_the_folders(tmp_path: Path) -> None:
