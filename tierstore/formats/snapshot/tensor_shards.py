@@ -345,7 +345,7 @@ def _read_array(stream: IO[bytes], tensor: ShardTensor, rows: int) -> npt.NDArra
     if tensor.narrow == _E5M2:  # the upper half of a float16
         return (numbers.astype(np.uint16) << 8).view(np.float16).astype(np.float32)
     if tensor.narrow == _E4M3:
-        return _OF_E4M3[numbers]
+        return np.take(_OF_E4M3, numbers)
     return numbers.astype(tensor.dtype.newbyteorder("="), copy=False)
 
 
