@@ -6,13 +6,18 @@ import json
 import shutil
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
+import ml_dtypes
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from tests.imports.make_corpus import CORPUS, KEYS, VECTORS, WORDS
 from tests.imports.test_tables import rows_of
-from tierstore.errors import SnapshotError
+from tierstore.errors import InvalidInput, SnapshotError
+from tierstore.formats.normalize import vector_rows
 from tierstore.formats.snapshot.reader import open_snapshot
 from tierstore.imports.hps import read_ps_json
 from tierstore.imports.tables import LeftOut, import_table, import_tables
@@ -179,6 +184,39 @@ def test_what_the_names_of_hives_folders_say_is_a_column(tmp_path: Path, key: st
     assert [time for part in times if part is not None for time in part.tolist()] == days.tolist()
 
 
+@pytest.mark.parametrize(
+    ("folder", "time"),
+    [
+        ("ts=2026-11-20 10%3A00%3A00", "2026-11-20T10:00:00"),
+        ("ts=2026-11-20%2010%3A00%3A00.5", "2026-11-20T10:00:00"),
+        ("ts=2026-11-20T10%3A00%3A00%2B02%3A00", "2026-11-20T08:00:00"),
+        ("ts=2026-11-20", "2026-11-20T00:00:00"), ("ts=1795168800", "2026-11-20T10:00:00"),
+    ],
+)  # fmt: skip
+def test_times_of_hives_folders_are_taken_as_spark_writes_them(tmp_path: Path, folder: str, time: str) -> None:
+    where = tmp_path / "items" / folder
+    where.mkdir(parents=True)
+    pq.write_table(pa.table({"item_id": [5], "embedding": [[1.0, 2.0]]}), where / "part-0.parquet")
+    options: dict[str, Any] = {"ttl_s": "300d", "time_column": "ts"}
+    import_table(tmp_path / "items", model="ctr", table="item", out=tmp_path / "s", **ITEMS, **options)
+    (batch,) = open_snapshot(tmp_path / "s").batches("item", 0)
+    assert batch.times.tolist() == [int(np.datetime64(time, "s").astype(np.int64))]
+    named = unquote(folder.removeprefix("ts="))
+    import_table(tmp_path / "items", model="ctr", table="item", out=tmp_path / "k", key="ts", vector="embedding")
+    assert list(rows_of(tmp_path / "k")) == [int(named) if named.isdigit() else named], "as a key it is what it says"
+
+
+@pytest.mark.parametrize("text", ["10%3A00%3A00", "yesterday", "2026-11-20 25%3A00%3A00"])
+def test_a_folders_name_that_is_no_moment_is_refused_as_a_time(tmp_path: Path, text: str) -> None:
+    where = tmp_path / f"items/ts={text}"
+    where.mkdir(parents=True)
+    pq.write_table(pa.table({"item_id": [5], "embedding": [[1.0, 2.0]]}), where / "part-0.parquet")
+    with pytest.raises(SnapshotError, match=rf"'ts' of folders: expected a time .*, got '{unquote(text)}'"):
+        import_table(
+            tmp_path / "items", model="ctr", table="item", out=tmp_path / "s", ttl_s="9d", time_column="ts", **ITEMS
+        )
+
+
 def test_a_column_that_is_nowhere_is_refused_with_those_of_the_folders(tmp_path: Path) -> None:
     with pytest.raises(SnapshotError, match=r"'no' for keys; there are .*day \(date32\[day\], of folders\)"):
         import_table(CORPUS / "hive", model="ctr", table="item", out=tmp_path / "s", key="no", vector="embedding")
@@ -228,13 +266,58 @@ def test_arrays_of_the_other_byte_order_are_read(tmp_path: Path) -> None:
     assert rows_of(out) == ROWS
 
 
-def test_floats_of_8_bits_are_refused_with_what_to_do(tmp_path: Path) -> None:
-    entries = {"w": ("F8_E4M3", [2, 3], [0, 6]), "item": ("F32", [1, 1], [6, 10])}
-    keys = "dtype", "shape", "data_offsets"
-    header = json.dumps({name: dict(zip(keys, entry, strict=True)) for name, entry in entries.items()}).encode()
-    file = tmp_path / "a.safetensors"
-    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(10))
-    with pytest.raises(SnapshotError, match=r"a.safetensors: 'w': is of dtype 'F8_E4M3'; .* I64, F16, F32"):
-        import_table(file, model="ctr", table="item", vector="w", out=tmp_path / "refused")
+def safetensors(file: Path, **entries: tuple[str, list[int], bytes]) -> Path:
+    """A file of tensors, each of a type, a shape and bytes."""
+    header, data = {}, b""
+    for name, (kind, shape, of) in entries.items():
+        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [len(data), len(data) + len(of)]}
+        data += of
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data)
+    return file
+
+
+@pytest.mark.parametrize(("kind", "name"), [("F8_E4M3", "float8_e4m3fn"), ("F8_E5M2", "float8_e5m2")])
+def test_floats_of_8_bits_are_the_numbers_that_they_are_in_every_way_in(tmp_path: Path, kind: str, name: str) -> None:
+    codes = np.arange(256, dtype=np.uint8).reshape(64, 4)
+    numbers = codes.view(getattr(ml_dtypes, name))
+    finite = np.isfinite(numbers.astype(np.float32)).all(axis=1)
+    codes, numbers = codes[finite], numbers[finite]
+    expected = numbers.astype(np.float32)
+    assert len(expected) > 50
+    file = safetensors(tmp_path / "a.safetensors", w=(kind, list(codes.shape), codes.tobytes()))
+    import_table(file, model="ctr", table="item", vector="w", out=tmp_path / "s")
+    assert list(rows_of(tmp_path / "s").values()) == expected.tolist()
+    for vectors in (numbers, list(numbers)):
+        taken = vector_rows(vectors)
+        assert taken.dtype == np.float32
+        np.testing.assert_array_equal(taken, expected)
+
+
+def test_pytorchs_floats_of_8_bits_are_taken_and_parts_of_blocks_are_not() -> None:
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed: make trainers")
+    wide = torch.tensor([[0.5, 1.0, -2.0], [448.0, 0.0, -0.25]])
+    for kind in (torch.float8_e4m3fn, torch.float8_e5m2):
+        np.testing.assert_array_equal(vector_rows(wide.to(kind)), wide.to(kind).float().numpy())
+    for kind in (torch.float8_e8m0fnu, torch.float4_e2m1fn_x2):
+        with pytest.raises(InvalidInput, match=r"got float.*: parts of a block format"):
+            vector_rows(torch.ones((2, 4), dtype=torch.uint8).view(kind))
+
+
+def test_parts_of_blocks_and_types_that_numpy_did_not_name_are_refused_in_every_way_in(tmp_path: Path) -> None:
+    for kind in (ml_dtypes.float4_e2m1fn, ml_dtypes.float6_e2m3fn, ml_dtypes.float8_e8m0fnu):
+        with pytest.raises(InvalidInput, match=r"got float.*: parts of a block format, .* as float32"):
+            vector_rows(np.ones((2, 4), kind))
+    for kind in ("F4", "F8_E8M0"):
+        file = safetensors(tmp_path / "a.safetensors", w=(kind, [2, 4], bytes(8)), item=("F32", [1, 1], bytes(4)))
+        with pytest.raises(SnapshotError, match=rf"a.safetensors: 'w': is of dtype '{kind}'; .* I64, F16, F32"):
+            import_table(file, model="ctr", table="item", vector="w", out=tmp_path / "refused")
     import_table(file, model="ctr", table="item", vector="item", out=tmp_path / "s")
     assert rows_of(tmp_path / "s") == {0: [0.0]}, "it hinders no other tensor"
+    for kind in (ml_dtypes.float8_e4m3fn, ml_dtypes.bfloat16):
+        np.savez(tmp_path / "a.npz", key=KEYS, vector=VECTORS.astype(kind))
+        with pytest.raises(SnapshotError, match=r"as NumPy writes types that it does not have .* save them as float32"):
+            import_table(tmp_path / "a.npz", model="ctr", table="item", out=tmp_path / "refused")
+    np.savez(tmp_path / "a.npz", key=KEYS, vector=VECTORS.astype(ml_dtypes.float8_e5m2))
+    with pytest.raises(SnapshotError, match=r"'vector': .*<f1.* save .*float32"):
+        import_table(tmp_path / "a.npz", model="ctr", table="item", out=tmp_path / "refused")

@@ -587,3 +587,37 @@ def test_a_file_of_tables_says_what_expires(tmp_path: Path) -> None:
     import_tables(sources, model="ctr", out=tmp_path / "s")
     assert open_snapshot(tmp_path / "s").manifest.table("item").ttl_s == 14 * 86400
     assert times_in(tmp_path / "s")[2] == int(SEEN[1].timestamp())
+
+
+class OthersDataset(ds.Dataset):
+    """A dataset of somebody else's, who implements Arrow's class and refuses what they do not have."""
+
+    def __init__(self, table: pa.Table) -> None:
+        self._table = table
+
+    @property
+    def schema(self) -> pa.Schema:
+        return self._table.schema
+
+    def scanner(self, **options: Any) -> ds.Scanner:
+        if options:
+            raise ValueError(f"{next(iter(options))} not supported")
+        return ds.dataset(self._table).scanner()
+
+
+def test_a_dataset_of_others_is_asked_for_nothing_that_they_may_not_have(tmp_path: Path) -> None:
+    table = pa.table({"key": [1, 2], "vector": [[1.0, 2.0], [3.0, 4.0]]})
+    import_table(OthersDataset(table), model="ctr", table="item", out=tmp_path / "s")
+    assert rows_of(tmp_path / "s") == {1: [1.0, 2.0], 2: [3.0, 4.0]}
+
+
+def test_a_dataset_of_vortex_is_read(tmp_path: Path) -> None:
+    vortex = pytest.importorskip("vortex", reason="vortex-data is not installed")
+    table = pa.table({"key": [1, 2], "vector": pa.array([[1.0, 2.0], [3.0, 4.0]], pa.list_(pa.float32(), 2))})
+    vortex.io.write(vortex.array(table), str(tmp_path / "a.vortex"))
+    for source in (
+        vortex.open(str(tmp_path / "a.vortex")).to_dataset(),
+        vortex.open(str(tmp_path / "a.vortex")).to_arrow(),
+    ):
+        import_table(source, model="ctr", table="item", out=tmp_path / type(source).__name__)
+        assert rows_of(tmp_path / type(source).__name__) == {1: [1.0, 2.0], 2: [3.0, 4.0]}

@@ -212,7 +212,7 @@ def _imported(
     golden: GoldenFile | None = None,
 ) -> dict[str, Any]:
     from tierstore.cli.progress import shown_progress
-    from tierstore.imports.tables import LeftOut, check_tables, duplicate_in, import_tables, version_of_now
+    from tierstore.imports.tables import LeftOut, check_tables, import_tables, version_of_now
 
     started_s = time.monotonic()
     number = version_of_now() if version is None else version
@@ -239,13 +239,8 @@ def _imported(
                 golden=golden,
             )
 
-        expired: dict[str, int] = {}
-        if loads:
-            try:
-                expired = _load(write, model, data, url, progress)
-            except SnapshotError as error:
-                raise (duplicate_in(tables, error) or error) from None
-        else:
+        expired = _load(write, tables, model, data, url, progress) if loads else {}
+        if not loads:
             write()
         written = _written(where)
     return {
@@ -264,29 +259,42 @@ def _imported(
 
 
 def _load(
-    write: Callable[[], Path], model: str, data: Path | None, url: str | None, progress: ProgressFn
+    write: Callable[[], Path],
+    tables: list[TableSource],
+    model: str,
+    data: Path | None,
+    url: str | None,
+    progress: ProgressFn,
 ) -> dict[str, int]:
-    """Write a snapshot and load it. Returns how many of its rows were too old for that, by table."""
-    with open_target(
-        data, url, create=True
-    ) as target:  # first, so that a locked data directory is reported before the work
-        where = write()
-        try:
-            version = target.load_snapshot(where.resolve(), progress=progress)
-            warn_of_dense(target, where, version)
-            status = target.status(model)["models"][model]
-            if status["active_version"] != version:  # another one was loaded meanwhile
-                return {}
-            ttls = {name: table["ttl"] for name, table in status["tables"].items()}
-            return {name: ttl["expired_at_load"] for name, ttl in ttls.items() if ttl and ttl["expired_at_load"]}
-        except KeyboardInterrupt:
-            if service_url(data, url) is None:
-                _forget_unfinished(target, where)
-            raise
-        except SnapshotError as error:
-            if service_url(data, url) and "source root" in str(error):
-                raise SnapshotError(f"{error}; use --out to write it where the service reads") from error
-            raise
+    """Write a snapshot of `tables` and load it. Returns how many of its rows were too old for that, by table."""
+    from tierstore.imports.tables import duplicate_in
+
+    try:
+        with open_target(
+            data, url, create=True
+        ) as target:  # first, so that a locked data directory is reported before the work
+            where = write()
+            try:
+                version = target.load_snapshot(where.resolve(), progress=progress)
+                warn_of_dense(target, where, version)
+            except KeyboardInterrupt:
+                if service_url(data, url) is None:
+                    _forget_unfinished(target, where)
+                raise
+            return _expired(target, model, version)
+    except SnapshotError as error:
+        if service_url(data, url) and "source root" in str(error):
+            raise SnapshotError(f"{error}; use --out to write it where the service reads") from error
+        raise (duplicate_in(tables, error) or error) from None
+
+
+def _expired(target: Store | Client, model: str, version: int) -> dict[str, int]:
+    """How many rows of the active version were too old to be loaded, by table; none of another version."""
+    status = target.status(model)["models"][model]
+    if status["active_version"] != version:  # another one was loaded meanwhile
+        return {}
+    ttls = {name: table["ttl"] for name, table in status["tables"].items()}
+    return {name: ttl["expired_at_load"] for name, ttl in ttls.items() if ttl and ttl["expired_at_load"]}
 
 
 class _StillRead(KeyboardInterrupt):

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
@@ -334,7 +334,8 @@ class _Served:
                 (of["rows"] / rows, rate) for of in entry["cache"]["curve"] if (rate := of["hit_rate"]) is not None
             ]
             if not curve:
-                needed, asked = _FIRST_AFTER * entry["cache"]["rows"], sum(entry["lookup_keys"].values())
+                needed = _FIRST_AFTER * entry["cache"]["rows"]
+                asked = sum(cast(Mapping[str, int], entry["lookup_keys"]).values())
                 raise NotReady(
                     f"{url} does not know yet what the cache of {name} would do at other sizes: that takes at most "
                     f"{needed:,} looked-up keys ({_FIRST_AFTER} for each row that the cache has room for), and "

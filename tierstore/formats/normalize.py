@@ -35,11 +35,11 @@ _EXPECTED = "expected vectors of shape [n, dim], or a column of n lists of dim n
 def vector_rows(vectors: Any, *, integers: bool = False) -> npt.NDArray[Any]:
     """Vectors as float16, float32 or float64 of shape [n, dim].
 
-    Takes NumPy arrays (`ml_dtypes.bfloat16` and object arrays of arrays included), sequences of sequences, Arrow list
-    and fixed-size list columns, pandas columns of arrays or lists, frames of one column a dimension, and tensors of
-    PyTorch, on any device, with or without gradients. Integers are refused unless `integers`, by the type of what
-    holds them: Python's own lists have none, and `[[1, 0]]` is two numbers as somebody types them. Raises InvalidInput,
-    naming the row where one is wrong. `dim` is 0 where there are no rows.
+    Takes NumPy arrays (`bfloat16` and floats of 8 bits of `ml_dtypes`, and object arrays of arrays included), sequences
+    of sequences, Arrow list and fixed-size list columns, pandas columns of arrays or lists, frames of one column a
+    dimension, and tensors of PyTorch, on any device, with or without gradients. Integers are refused unless `integers`,
+    by the type of what holds them: Python's own lists have none, and `[[1, 0]]` is two numbers as somebody types them.
+    Raises InvalidInput, naming the row where one is wrong. `dim` is 0 where there are no rows.
     """
     rows = _rows(vectors)
     if rows.dtype.kind in "iu":
@@ -60,6 +60,23 @@ def refused_integers(kind: object) -> str:
     )
 
 
+def refused_blocks(kind: str) -> str | None:
+    """Why floats of a type are not taken for the numbers of vectors, the same in every way in; None if they are."""
+    if not kind.startswith(("float4_", "float6_", "float8_e8m0")):
+        return None
+    return (
+        f"expected rows of floats, got {kind}: parts of a block format, whose numbers follow from a scale for each "
+        "block; save the numbers that they stand for, as float32"
+    )
+
+
+def _is_narrow(kind: str) -> bool:
+    """Whether these are floats that NumPy does not have. InvalidInput for those that are no numbers by themselves."""
+    if (why := refused_blocks(kind)) is not None:
+        raise InvalidInput(why)
+    return kind.startswith(("bfloat16", "float8"))
+
+
 def _is_typed_by_hand(vectors: Any) -> bool:
     """Whether these are Python's own lists of lists of its own numbers, which have no type that could tell codes."""
     if not isinstance(vectors, (list, tuple)) or not isinstance(vectors[0], (list, tuple)):
@@ -74,7 +91,7 @@ def _rows(vectors: Any) -> npt.NDArray[Any]:
         return _from_torch(vectors)
     if not isinstance(vectors, np.ndarray):
         vectors = _as_array(vectors.to_numpy() if hasattr(vectors, "to_numpy") else vectors)
-    if vectors.dtype.name == "bfloat16":
+    if _is_narrow(vectors.dtype.name):
         vectors = vectors.astype(np.float32)
     if vectors.dtype == object:
         vectors = _stacked(vectors)
@@ -156,7 +173,7 @@ def _from_torch(tensor: Any) -> npt.NDArray[Any]:
     if tensor.is_sparse:
         raise InvalidInput(f"{_EXPECTED}; got a sparse tensor: give the rows that it holds, or .to_dense()")
     tensor = tensor.cpu()
-    if str(tensor.dtype) == "torch.bfloat16":  # which NumPy does not have
+    if _is_narrow(str(tensor.dtype).removeprefix("torch.")):
         tensor = tensor.float()
     return vector_rows(tensor.numpy())
 

@@ -12,6 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -89,6 +90,8 @@ def choose_columns(
     folders = dict(folders or {})
     if key in folders and key not in schema.names and pa.types.is_date(folders[key].type):
         folders[key] = pa.scalar(str(folders[key]))  # as a key it is text, as in the folder's name
+    if time in folders and time not in schema.names and pa.types.is_string(folders[time].type):
+        folders[time] = _moment(time, folders[time])
     columns = _columns_in(schema, folders)
     listed = _listed(schema, folders)
     if time is not None and time not in columns:
@@ -100,6 +103,23 @@ def choose_columns(
     _refuse_integers(names, columns, integers)
     chosen = Chosen(key, names, key_type or own, time, folders=folders)
     return replace(chosen, steps={name: columns[name].steps for name in chosen.names})
+
+
+def _moment(name: str, value: pa.Scalar) -> pa.Scalar:
+    """A time that a folder's name says as text, as Spark writes timestamps: `2026-11-20 10:00:00`, without a zone in
+    UTC.
+    """
+    text = value.as_py()
+    if text is None:
+        return value
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        raise InvalidInput(
+            f"column {name!r} of folders: expected a time for each row, such as {name}=2026-11-20, "
+            f"{name}=2026-11-20 10%3A00%3A00 or seconds since 1970, got {text!r}"
+        ) from None
+    return pa.scalar(moment, pa.timestamp("us", None if moment.tzinfo is None else "UTC"))
 
 
 def _key_type(name: str, kind: pa.DataType) -> KeyType:

@@ -374,7 +374,10 @@ def _reader(source: Any) -> pa.RecordBatchReader:
     if isinstance(source, pa.RecordBatch):
         source = pa.Table.from_batches([source])
     if isinstance(source, ds.Dataset):
-        return source.scanner(batch_size=_BATCH_ROWS, batch_readahead=2).to_reader()
+        # others implement Arrow's class (Vortex's), and refuse what they do not have
+        is_arrows = type(source).__module__.startswith("pyarrow.")
+        options = {"batch_size": _BATCH_ROWS, "batch_readahead": 2} if is_arrows else {}
+        return source.scanner(**options).to_reader()
     if isinstance(source, pa.Table):
         return source.to_reader(_BATCH_ROWS)
     if type(source).__name__ == "LazyFrame":  # of Polars

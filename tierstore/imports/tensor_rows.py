@@ -9,7 +9,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 
 from tierstore.errors import SnapshotError
-from tierstore.formats.normalize import refused_integers
+from tierstore.formats.normalize import refused_blocks, refused_integers
 from tierstore.imports.codes import companions
 from tierstore.imports.columns import TAKE_INTEGERS
 from tierstore.imports.named_tensors import NamedTensors, TensorKind
@@ -171,6 +171,14 @@ def _shown(kinds: Mapping[str, TensorKind], names: Sequence[str]) -> str:
 def _refuse_codes(place: str, rows: str, dtype: str, kinds: Mapping[str, TensorKind], integers: bool) -> None:
     """Raise SnapshotError for a tensor of codes: integers that are not meant, or floats of 8 bits with a scale."""
     beside = companions(rows, kinds)
+    if (why := refused_blocks(dtype)) is not None:
+        raise SnapshotError(f"tensor {rows!r}: {why}", file=place)
+    if dtype.startswith("|V"):
+        raise SnapshotError(
+            f"tensor {rows!r}: expected rows of floats, got {dtype}, as NumPy writes types that it does not have "
+            "(bfloat16, float8): save them as float32, as in .astype('float32')",
+            file=place,
+        )
     if dtype.startswith(("float", "bfloat")) and not (dtype.startswith("float8") and beside):
         return
     if not beside:

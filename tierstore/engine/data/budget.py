@@ -98,7 +98,7 @@ class MemoryUser(Protocol):
 
     @property
     def request_share(self) -> float:
-        """Its share of the requests to its model that name no version."""
+        """The share of the requests to its model that it gets, of those that name no version."""
         return 1.0
 
     @property

@@ -34,10 +34,13 @@ from tierstore.formats.row_times import Times, as_times
 from tierstore.types import Keys, KeyType, TableSpec, Vectors
 
 _MAX_HEADER = 100 << 20  # as in the safetensors library
-_BFLOAT16 = "bfloat16"
+# what NumPy lacks, as PyTorch names it
+_BFLOAT16, _E4M3, _E5M2 = "bfloat16", "float8_e4m3fn", "float8_e5m2"
+_NARROW = {"BF16": _BFLOAT16, "F8_E4M3": _E4M3, "F8_E5M2": _E5M2}
 _SAFETENSORS_DTYPES = {
     "BOOL": "?", "U8": "u1", "I8": "i1", "U16": "<u2", "I16": "<i2", "U32": "<u4", "I32": "<i4", "U64": "<u8",
     "I64": "<i8", "F16": "<f2", "F32": "<f4", "F64": "<f8", "BF16": "<u2",
+    "F8_E4M3": "u1", "F8_E5M2": "u1",
 }  # fmt: skip
 
 
@@ -46,18 +49,20 @@ Block = tuple[Keys, Vectors | None, None, Times | None]
 
 @dataclass(frozen=True)
 class ShardTensor:
-    """A tensor in a file. `open` gives a stream at its first byte."""
+    """A tensor in a file. `open` gives a stream at its first byte. `narrow`: the type of its floats, whose bits `dtype`
+    holds, where NumPy lacks it.
+    """
 
     name: str
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
     open: Callable[[], AbstractContextManager[IO[bytes]]]
-    is_bfloat16: bool = False
+    narrow: str = ""
 
     @property
     def dtype_name(self) -> str:
         """As NumPy or PyTorch has it; the byte order is the file's, and read as it is."""
-        return _BFLOAT16 if self.is_bfloat16 else str(self.dtype.newbyteorder("="))
+        return self.narrow or str(self.dtype.newbyteorder("="))
 
 
 def read_npz(
@@ -200,7 +205,7 @@ def _safetensor(path: Location, begin: int, name: str, entry: Any) -> tuple[Shar
         raise Malformed(f"tensor {name!r}: expected {expected} bytes for {kind} {shape}, got {offsets[1] - offsets[0]}")
 
     return (
-        ShardTensor(name, dtype, tuple(shape), partial(_stream_at, path, begin + offsets[0]), kind == "BF16"),
+        ShardTensor(name, dtype, tuple(shape), partial(_stream_at, path, begin + offsets[0]), _NARROW.get(kind, "")),
         offsets[0],
         offsets[1],
     )
@@ -226,7 +231,9 @@ def npy_header(stream: IO[bytes]) -> tuple[np.dtype[Any], tuple[int, ...]]:
     except StorageError:
         raise
     except Exception as error:  # NumPy parses it as Python, and raises what its tokenizer and parser raise
-        raise Malformed(f"not a .npy header: {error}") from error
+        narrow = "'<f1'" in str(error)  # as ml_dtypes' float8_e5m2 is written
+        hint = ", a type that NumPy does not have: save the array as float32" if narrow else ""
+        raise Malformed(f"not a .npy header: {error}{hint}") from error
     if dtype.hasobject:
         raise Malformed("holds Python objects, which would have to be unpickled: save plain arrays")
     if fortran and len(shape) > 1:
@@ -278,7 +285,7 @@ def _blocks(tensors: Sequence[ShardTensor], spec: TableSpec, batch_rows: int, wi
     keys, vectors, *times = tensors
     _check(keys, vectors, spec)
     for time in times:
-        if time.shape != keys.shape or time.is_bfloat16:
+        if time.shape != keys.shape or time.narrow:
             raise Malformed(
                 f"tensor {time.name!r}: expected a time for each of {keys.shape[0]} keys, got {list(time.shape)} of "
                 f"{time.dtype_name}"
@@ -293,7 +300,7 @@ def read_tensors(
 ) -> Iterator[tuple[npt.NDArray[Any], ...]]:
     """Tensors of one length in step: from each an array of its next `batch_rows` entries, from row `begin` on.
 
-    bfloat16 becomes float32.
+    bfloat16 and floats of 8 bits become float32.
 
     Raises Malformed if a file ends early.
     """
@@ -311,14 +318,14 @@ def read_tensors(
 def _check(keys: ShardTensor, vectors: ShardTensor, spec: TableSpec) -> None:
     if len(keys.shape) != 1:
         raise Malformed(f"tensor {keys.name!r}: expected one dimension, got shape {list(keys.shape)}")
-    if keys.dtype.kind not in "iu" or keys.is_bfloat16 or (keys.dtype.kind == "u") != (spec.key is KeyType.UINT64):
+    if keys.dtype.kind not in "iu" or keys.narrow or (keys.dtype.kind == "u") != (spec.key is KeyType.UINT64):
         raise Malformed(f"tensor {keys.name!r}: expected {spec.key}, as the table's keys are, got {keys.dtype_name}")
     if vectors.shape != (keys.shape[0], spec.dim):
         raise Malformed(
             f"tensor {vectors.name!r}: expected shape {[keys.shape[0], spec.dim]} (keys, dim), got "
             f"{list(vectors.shape)}"
         )
-    if not vectors.is_bfloat16 and (vectors.dtype.kind != "f" or vectors.dtype.itemsize > 8):
+    if vectors.narrow != _BFLOAT16 and (vectors.dtype.kind != "f" or vectors.dtype.itemsize > 8):
         raise Malformed(f"tensor {vectors.name!r}: expected float16, float32 or float64, got {vectors.dtype_name}")
 
 
@@ -333,6 +340,22 @@ def _read_array(stream: IO[bytes], tensor: ShardTensor, rows: int) -> npt.NDArra
             raise Malformed(f"tensor {tensor.name!r} ends early: the file was cut")
         reached += got
     numbers = np.frombuffer(data, tensor.dtype).reshape(shape)
-    if tensor.is_bfloat16:  # the upper half of a float32
+    if tensor.narrow == _BFLOAT16:  # the upper half of a float32
         return (numbers.astype(np.uint32) << 16).view(np.float32)
+    if tensor.narrow == _E5M2:  # the upper half of a float16
+        return (numbers.astype(np.uint16) << 8).view(np.float16).astype(np.float32)
+    if tensor.narrow == _E4M3:
+        return np.take(_OF_E4M3, numbers)
     return numbers.astype(tensor.dtype.newbyteorder("="), copy=False)
+
+
+def _numbers_of_e4m3() -> npt.NDArray[np.float32]:
+    """The numbers of the 256 codes of E4M3 ("FP8 Formats for Deep Learning", 2022): no infinities, one NaN a sign."""
+    codes = np.arange(256)
+    exponent, mantissa = codes >> 3 & 15, codes & 7
+    numbers = np.where(exponent, (8 + mantissa) * 2.0 ** (exponent - 10), mantissa * 2.0**-9)
+    numbers[codes & 127 == 127] = np.nan
+    return np.where(codes < 128, numbers, -numbers).astype(np.float32)
+
+
+_OF_E4M3 = _numbers_of_e4m3()
