@@ -12,6 +12,7 @@ import orjson
 import pytest
 
 from tests.counts import few_or_many
+from tests.guard_pages import Guarded
 from tierstore.errors import InvalidInput
 from tierstore.kernels.codec import address_of
 from tierstore.service.dataplane.plan import Request
@@ -19,22 +20,23 @@ from tierstore.service.protocols.oip.json_request import InBody, parse_request
 from tierstore.wire import request_record as layout
 from tierstore.wire.json import scan as json_scan
 from tierstore.wire.json import text as json_text
+from tierstore.wire.json.elements import GROWTH
 
 Record = dict[str, Any]
+GUARDED = Guarded(1 << 20)
 
 
 def scan(text: bytes) -> tuple[bytes, Record] | None:
-    """(structure, record) of a request's JSON; None where it is not of the form. The bytes lie between others.
+    """(structure, record) of a request's JSON; None where it is not of the form. A read beyond its end ends the process.
 
     An input whose elements came in the JSON has their bytes under `data`.
     """
-    memory = np.frombuffer(b'"' + text + b'"}]', np.uint8).copy()
     words = np.full(layout.RECORD_BYTES // 8, -77, np.int64)
     structure = np.zeros(layout.MOST_STRUCTURE_BYTES, np.uint8)
-    begin = address_of(memory) + 1
-    data = np.full(json_scan.GROWTH * len(text) + 64, 0xA5, np.uint8)
+    begin = GUARDED.place(text)
+    data = np.full(GROWTH * len(text) + 64, 0xA5, np.uint8)
     size = json_scan.scan(begin, len(text), address_of(words), address_of(data), address_of(structure))
-    assert (data[json_scan.GROWTH * len(text) :] == 0xA5).all()
+    assert (data[GROWTH * len(text) :] == 0xA5).all()
     if not size:
         return None
     record = layout.RECORD.view(address_of(words))

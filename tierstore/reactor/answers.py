@@ -310,10 +310,11 @@ def answer(me, fd, at, whole, last, began):  # type: ignore[no-untyped-def]
         return why
     planned, closing = monotonic_ns(), _is_closing(me, last)
     keys, as_json = me.bound.keys, variant.as_json != 0
-    if as_json and me.bound.answer_bytes > MOST_AS_JSON:
-        why = LONG
-    if as_json and not has_room(me, json_answer.GROWTH * me.bound.answer_bytes + more):
-        return BUSY
+    if as_json and not predicts:
+        if me.bound.answer_bytes > MOST_AS_JSON:
+            why = LONG
+        if not has_room(me, json_answer.GROWTH * me.bound.answer_bytes + more):
+            return BUSY
     if predicts:
         data = bind_scores(me, variant)
         if data < 0:

@@ -264,7 +264,7 @@ def finish_job(me, number):  # type: ignore[no-untyped-def]
             add_at(place(me.shared, "inflight"), -held)
             end(me, fd, True)
             return -1
-    add_at(place(me.shared, "inflight"), size - held)
+    add_at(place(me.shared, "inflight"), begin + size - block - held)
     row.out_base, row.out_at, row.out_bytes, row.pieces, row.state = block, begin, size, 0, SENDING
     if row.lost != 0:
         end(me, fd, True)

@@ -18,6 +18,7 @@ from tierstore.service.protocols.oip.shared_memory import Span
 from tierstore.service.reactor.variants import Pieces, has_room, leading_sizes
 from tierstore.wire import request_record
 from tierstore.wire.json import scan as json_scan
+from tierstore.wire.json.elements import GROWTH
 
 Logged = tuple[str, str, str | None]  # a method, a path, and the name of the status of success if it is not HTTP's
 
@@ -106,7 +107,7 @@ class HttpLesson:
 
     def scan(self, record: int, structure: int) -> int:
         text = np.frombuffer(self._text, np.uint8)
-        data = np.empty(json_scan.GROWTH * len(text) + 1, np.uint8)
+        data = np.empty(GROWTH * len(text) + 1, np.uint8)
         return json_scan.scan(address_of(text), len(text), record, address_of(data), structure)
 
     @property

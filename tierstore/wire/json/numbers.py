@@ -14,7 +14,7 @@ from __future__ import annotations
 import numba as nb
 import numpy as np
 
-from tierstore.kernels.raw import f64_of_bits, leading_zeros, load_u8, load_u32, multiply_high, store_u8
+from tierstore.kernels.raw import f64_of_bits, leading_zeros, load_u8, load_u32, multiply_high, store_u8, store_u64
 
 _U64 = np.uint64
 _MINUS, _PLUS, _POINT, _ZERO, _SMALL_E, _LARGE_E = b"-+.0eE"
@@ -153,8 +153,9 @@ def float_at(text, i, n):  # type: ignore[no-untyped-def]
 
 # --- writing
 
-MOST_FLOAT32_BYTES = 15  # -1.17549435e-38
+MOST_FLOAT32_BYTES = 24  # -1.17549435e-38 takes 15; digits are written eight at a time
 _FIRST_FIXED, _LAST_FIXED = -6, 12  # exponents of numbers that are written without one
+_BEFORE = int.from_bytes(b"0.000000", "little")  # in front of the digits of a number below 1
 
 
 @nb.njit(inline="always")
@@ -198,12 +199,14 @@ def _count(value):  # type: ignore[no-untyped-def]
     return least + nb.int64(value >= _COUNTS[least])
 
 
-@nb.njit
-def _write_digits(at, value, n, point):  # type: ignore[no-untyped-def]
-    """Write `n` digits, with a gap of one byte behind the first `point` of them."""
-    for i in range(n - 1, -1, -1):
-        store_u8(at, i + (i >= point), nb.uint8(_U64(_ZERO) + value % _U64(10)))
-        value //= _U64(10)
+@nb.njit(inline="always")
+def _eight_digits(value):  # type: ignore[no-untyped-def]
+    """The eight digits of a value below 10^8, a byte each, the first in the lowest byte: halves are cut until each byte is a digit."""
+    value = value // _U64(10_000) | (value % _U64(10_000)) << _U64(32)
+    above = ((value * _U64(5243)) >> _U64(19)) & _U64(0x0000007F_0000007F)  # a hundredth of each half
+    value = above | (value - above * _U64(100)) << _U64(16)
+    above = ((value * _U64(103)) >> _U64(10)) & _U64(0x000F000F_000F000F)  # a tenth of each quarter
+    return above | (value - above * _U64(10)) << _U64(8)
 
 
 @nb.njit
@@ -213,7 +216,9 @@ def write_integer(at, minus, value):  # type: ignore[no-untyped-def]
         store_u8(at, 0, nb.uint8(_MINUS))
         at += 1
     n = _count(value) if value != _U64(0) else 1
-    _write_digits(at, value, n, n)
+    for i in range(n - 1, -1, -1):
+        store_u8(at, i, nb.uint8(_U64(_ZERO) + value % _U64(10)))
+        value //= _U64(10)
     return at + n
 
 
@@ -226,24 +231,26 @@ def _zeros(at, n):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def write_float32(at, number):  # type: ignore[no-untyped-def]
-    """Write the finite float32 at the address `number`, MOST_FLOAT32_BYTES at most. Returns what follows."""
+    """Write the finite float32 at the address `number`. Returns what follows; of MOST_FLOAT32_BYTES any may be written to."""
     bits = load_u32(number, 0)
-    if bits >> _U64(31) != _U64(0):
-        store_u8(at, 0, nb.uint8(_MINUS))
-        at += 1
+    store_u8(at, 0, nb.uint8(_MINUS))
+    at += nb.int64(bits >> _U64(31))  # written over unless there is a sign
     bits &= _U64(0x7FFFFFFF)
     if bits == _U64(0):
         at = _zeros(at, 1)
         store_u8(at, 0, nb.uint8(_POINT))
         return _zeros(at + 1, 1)
     digits, power = _shortest(bits)
-    while digits % _U64(10) == _U64(0):
-        digits //= _U64(10)
-        power += 1
     n = _count(digits)
     exponent = power + n - 1
+    # nine digits: the first one, and eight in a word, of which those behind the last that is not 0 are not needed
+    digits *= _COUNTS[9 - n]
+    first, others = digits // _U64(100_000_000), _eight_digits(digits % _U64(100_000_000))
+    n = 1 if others == _U64(0) else 9 - (nb.int64(leading_zeros(others)) >> 3)
+    first, others = nb.uint8(_U64(_ZERO) + first), others + _U64(0x30303030_30303030)
     if exponent < _FIRST_FIXED or exponent > _LAST_FIXED:
-        _write_digits(at, digits, n, 1)
+        store_u8(at, 0, first)
+        store_u64(at + 2, 0, others)
         if n > 1:
             store_u8(at, 1, nb.uint8(_POINT))
             at += 1
@@ -252,15 +259,17 @@ def write_float32(at, number):  # type: ignore[no-untyped-def]
         store_u8(at, 1, nb.uint8(_MINUS if exponent < 0 else _PLUS))
         return write_integer(at + 2, False, _U64(abs(exponent)))
     if exponent < 0:
-        at = _zeros(at, 1)
-        store_u8(at, 0, nb.uint8(_POINT))
-        at = _zeros(at + 1, -exponent - 1)
-        _write_digits(at, digits, n, n)
+        store_u64(at, 0, _U64(_BEFORE))
+        at += 1 - exponent
+        store_u8(at, 0, first)
+        store_u64(at + 1, 0, others)
         return at + n
-    _write_digits(at, digits, n, exponent + 1)
-    if n > exponent + 1:
-        store_u8(at, exponent + 1, nb.uint8(_POINT))
-        return at + n + 1
-    at = _zeros(at + n, exponent + 1 - n)
-    store_u8(at, 0, nb.uint8(_POINT))
-    return _zeros(at + 1, 1)
+    store_u8(at, 0, first)
+    store_u64(at + 1, 0, others)
+    if n <= exponent + 1:
+        at = _zeros(at + n, exponent + 1 - n)
+        store_u8(at, 0, nb.uint8(_POINT))
+        return _zeros(at + 1, 1)
+    store_u64(at + exponent + 2, 0, others >> _U64(8 * exponent))
+    store_u8(at, exponent + 1, nb.uint8(_POINT))
+    return at + n + 1
