@@ -4,6 +4,7 @@
 heavy-tailed distribution, 1 and 8 requests at a time, over HTTP and over gRPC, which tierstore speaks on one port. Triton answers with
 `numpy.take` in its Python backend, of the same rows; its keys are the rows' numbers, so it has nothing to find. tierstore is
 asked for `found` beside the rows, as the tool asks for every output that a model has. Both have all rows in memory.
+With keys in the JSON (`"data": […]`), and with the rows there too, a connection of this program asks, for the rows alone.
 
 Figures are medians over the rounds, ratios medians of each round's ratio. Server CPU is that of all the server's
 processes, the one of Triton's backend among them, by their own clocks; requests a second are what the tool says, which
@@ -18,6 +19,7 @@ import itertools
 import statistics
 import sys
 import tempfile
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -30,15 +32,21 @@ from benchmarks.ready import wait_for_reactors, wait_until_warm
 from benchmarks.report import headline, markdown, write
 from benchmarks.triton_peer import Analyzer, Packages, Peer, Turn, Unavailable, triton, write_data
 from benchmarks.wild_traffic import Link, Request, heavy_tailed, rest_of, tensor
-from benchmarks.wire_lookup import VARIANTS, child
+from benchmarks.wire_lookup import VARIANTS, child, connect, http_frame, read_http
 from benchmarks.wire_table import FEATURE, ROW_BYTES, keys_of, vectors_of
 
 VENV = Path(".clients/triton")
 SIZES = (64, 1024, 4096)
 AT_ONCE = (1, 8)
-PROTOCOLS = ("HTTP", "gRPC")
+IN_JSON = {"JSON": True, "JSON both ways": False}  # keys as JSON; whether the rows come binary
+PROTOCOLS = ("HTTP", "gRPC", *IN_JSON)
 # Triton's processor time is at least so many times ours
-CPU = {"HTTP": {64: 5.0, 1024: 3.0, 4096: 2.0}, "gRPC": {64: 6.0, 1024: 4.0, 4096: 3.0}}
+CPU = {
+    "HTTP": {64: 5.0, 1024: 3.0, 4096: 2.0},
+    "gRPC": {64: 6.0, 1024: 4.0, 4096: 3.0},
+    "JSON": {16: 5.0, 64: 5.0, 1024: 3.0},
+    "JSON both ways": {16: 4.0, 64: 6.0, 1024: 8.0},
+}
 OURS, THEIRS = "tierstore", "Triton"
 
 
@@ -57,6 +65,29 @@ def check(peer: Peer, keys: np.ndarray, rows: np.ndarray) -> None:
     link.close()
 
 
+def ask_in_json(peer: Peer, batches: list[np.ndarray], window_s: float, *, binary: bool) -> Turn:
+    """Send these keys in turn as JSON, each batch once the one before is answered."""
+    requests = []
+    for keys in batches:
+        given = {"name": FEATURE, "datatype": "INT64", "shape": [len(keys)], "data": keys.tolist()}
+        requests.append(
+            http_frame({"inputs": [given], "outputs": [{"name": FEATURE, "parameters": {"binary_data": binary}}]})
+        )
+    took: list[float] = []
+    with connect(peer.http) as connection:
+        used, began = peer.cpu_s(), time.perf_counter()
+        for request in itertools.cycle(requests):
+            sent = time.perf_counter()
+            connection.sendall(request)
+            read_http(connection)
+            took.append(time.perf_counter() - sent)
+            if sent - began > window_s:
+                break
+        used, passed = peer.cpu_s() - used, time.perf_counter() - began
+    p50, p99 = np.percentile(took, [50, 99])
+    return Turn(used / len(took) * 1e6, len(took) / passed, p50 * 1e6, p99 * 1e6)
+
+
 def measure(
     analyzer: Analyzer, peers: list[Peer], rows: int, sizes: list[int], rounds: int, window_s: float, folder: Path, protocols: list[str]
 ) -> list[dict[str, Any]]:  # fmt: skip
@@ -66,16 +97,22 @@ def measure(
     traffic["1 to 3,000"] = heavy_tailed(rng, 300, 3000, 16 * VARIANTS)
     for name, lengths in traffic.items():
         drawn = [rng.integers(0, rows, n) for n in lengths.tolist()]
-        files = {}
+        files, sent = {}, {}
         for peer in peers:
             asked = [keys_of(one) if peer.name == OURS else one for one in drawn]
             files[peer.name] = write_data(folder / f"{peer.name}.json", asked)
             check(peer, asked[0], drawn[0])
+            sent[peer.name] = asked
         for protocol, at_once in itertools.product(protocols, AT_ONCE):
+            if protocol in IN_JSON and at_once > 1:
+                continue
             turns: dict[str, list[Turn]] = {peer.name: [] for peer in peers}
             for number in range(-1, rounds):  # one to warm up
                 for peer in peers:
-                    turn = analyzer.turn(peer, files[peer.name], at_once, window_s, grpc=protocol == "gRPC")
+                    if protocol in IN_JSON:
+                        turn = ask_in_json(peer, sent[peer.name], 2 * window_s, binary=IN_JSON[protocol])
+                    else:
+                        turn = analyzer.turn(peer, files[peer.name], at_once, window_s, grpc=protocol == "gRPC")
                     if number >= 0:
                         turns[peer.name].append(turn)
             for peer in peers:
@@ -99,7 +136,8 @@ def headlines(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for row in results:
         if row["server"] != THEIRS:
             continue
-        name = f"perf_analyzer over {row['protocol']}, {row['keys']} keys, {row['at_once']} at a time"
+        client = "sockets" if row["protocol"] in IN_JSON else "perf_analyzer"
+        name = f"{client} over {row['protocol']}, {row['keys']} keys, {row['at_once']} at a time"
         at_least = next((mark for size, mark in CPU[row["protocol"]].items() if row["keys"] == f"{size:,}"), None)
         if at_least is not None:
             made.append(headline(f"{name}, server CPU of Triton", OURS, row["cpu_over_tierstore"], at_least=at_least))

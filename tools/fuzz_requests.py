@@ -19,6 +19,23 @@ import numpy as np
 ROWS = 20_000  # of the large table, more than its memory takes
 WORDS = [b"", "ü✓".encode(), b"w1\xff", b"w" * 300, b"\xed\xa0\x80", b"w\x00"]  # some are no UTF-8
 EDGES = [0, -1, 1 << 40, (1 << 63) - 1, -(1 << 63)]
+ODD = [
+    1.5,
+    1e3,
+    -0.0,
+    1e300,
+    1e-320,
+    0.30000000000000004,
+    1 << 63,
+    1 << 64,
+    (-1 << 63) - 1,
+    9007199254740993,
+    True,
+    None,
+    "1",
+    [1],
+    {},
+]
 
 
 # --- requests
@@ -118,7 +135,7 @@ class Template:
         rng, tail = random.Random(self._seed), Tail()
         inputs: list[dict[str, Any]] = []
         outputs: list[dict[str, Any]] = []
-        binary = rng.random() < 0.9
+        binary = rng.random() < 0.65
         for feature in self._features:
             self._add(rng, sizes, feature, inputs, outputs, tail)
         if self.model == "scored":
@@ -220,6 +237,11 @@ class Template:
         for tensor, part in zip(document["inputs"], parts, strict=True):
             if tensor["datatype"] == "BYTES":
                 tensor["parameters"]["binary_data_size"] = len(part)
+        in_json = rng.random() < 0.4
+        if in_json:
+            for i, tensor in enumerate(document["inputs"]):
+                if rng.random() < 0.98 and _put_into_json(rng, tensor, parts[i]):
+                    parts[i] = b""
         if rng.random() < 0.3:
             document["id"] = rng.choice(
                 ["", "a", f"{rng.randrange(1 << 40)}", 'a "b" \\ c', "grün", "\n", "\x01", "x" * 300]
@@ -234,7 +256,37 @@ class Template:
             (b"Content-Length", b"LENGTH"),
             (b"Inference-Header-Content-Length", b"%d" % len(text)),
         ]
+        if in_json and rng.random() < 0.9:
+            del headers[-1]
         return Request(self.path, headers, text, b"".join(parts))
+
+
+def _put_into_json(rng: random.Random, tensor: dict[str, Any], part: bytes) -> bool:
+    """Move a tensor's elements into the JSON, flat or nested. False where they cannot go there."""
+    elements: list[Any] = []
+    if tensor["datatype"] == "BYTES":
+        while part:
+            size = int.from_bytes(part[:4], "little")
+            try:
+                elements.append(part[4 : 4 + size].decode())
+            except UnicodeDecodeError:
+                return False
+            part = part[4 + size :]
+    else:
+        dtype = {"INT64": np.int64, "UINT64": np.uint64, "FP32": np.float32}[tensor["datatype"]]
+        elements = np.frombuffer(part, dtype).tolist()
+    if elements and rng.random() < 0.03:
+        elements[rng.randrange(len(elements))] = rng.choice(ODD)
+    shape = tensor["shape"]
+    if len(shape) == 2 and rng.random() < 0.5:
+        width = shape[1] if rng.random() < 0.98 else shape[1] + 1
+        elements = [elements[i * width : (i + 1) * width] for i in range(shape[0])]
+    del tensor["parameters"]
+    tensor["data"] = elements
+    if rng.random() < 0.2:
+        for name in rng.sample(list(tensor), len(tensor)):
+            tensor[name] = tensor.pop(name)
+    return True
 
 
 def plain(rng: random.Random) -> Request:

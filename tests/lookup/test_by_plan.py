@@ -200,7 +200,7 @@ class Variant:
     def __init__(self, view: View, asked: Asked, form: int) -> None:
         self.plan, lesson = planned(view, asked, form)
         assert is_runnable(self.plan)
-        assert lesson.is_binary()
+        assert lesson.is_plain()
         pieces = lesson.pieces(self.plan)
         assert pieces is not None
         counts = [0] * (1 + len(self.plan.calls))
@@ -221,10 +221,15 @@ class Ran:
         # nothing is aligned, and what lies around an answer is not touched
         came = np.frombuffer(b"?" + asked.bytes_of(form), np.uint8).copy()
         begins = address_of(came) + 1
-        record, structure = np.zeros(request_record.RECORD_BYTES, np.uint8), np.zeros(1 << 13, np.uint8)
+        record, structure = (
+            np.zeros(request_record.RECORD_BYTES, np.uint8),
+            np.zeros(request_record.MOST_STRUCTURE_BYTES, np.uint8),
+        )
         described = len(asked.document() if form == TENSORS else asked.message())
-        scan = json_scan.scan if form == TENSORS else protobuf_scan.scan
-        assert scan(begins, described, address_of(record), address_of(structure))
+        if form == TENSORS:
+            assert json_scan.scan(begins, described, address_of(record), 0, address_of(structure))
+        else:
+            assert protobuf_scan.scan(begins, described, address_of(record), address_of(structure))
         tail = begins if form == MESSAGE else begins + described
         active = int(words._words["active"])
         bound, values = np.zeros(binding.RUN_BYTES, np.uint8), np.zeros(binding.VALUES.bytes, np.uint8)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import orjson
 import pytest
 
 from tests.counts import few_or_many
+from tests.guard_pages import Guarded
 from tierstore.errors import InvalidInput
 from tierstore.kernels.codec import address_of
 from tierstore.service.dataplane.plan import Request
@@ -18,17 +20,23 @@ from tierstore.service.protocols.oip.json_request import InBody, parse_request
 from tierstore.wire import request_record as layout
 from tierstore.wire.json import scan as json_scan
 from tierstore.wire.json import text as json_text
+from tierstore.wire.json.elements import GROWTH
 
 Record = dict[str, Any]
+GUARDED = Guarded(1 << 20)
 
 
 def scan(text: bytes) -> tuple[bytes, Record] | None:
-    """(structure, record) of a request's JSON; None where it is not of the form. The bytes lie between others."""
-    memory = np.frombuffer(b'"' + text + b'"}]', np.uint8).copy()
+    """(structure, record) of a request's JSON; None where it is not of the form. A read beyond its end ends the process.
+
+    An input whose elements came in the JSON has their bytes under `data`.
+    """
     words = np.full(layout.RECORD_BYTES // 8, -77, np.int64)
     structure = np.zeros(layout.MOST_STRUCTURE_BYTES, np.uint8)
-    begin = address_of(memory) + 1
-    size = json_scan.scan(begin, len(text), address_of(words), address_of(structure))
+    begin = GUARDED.place(text)
+    data = np.full(GROWTH * len(text) + 64, 0xA5, np.uint8)
+    size = json_scan.scan(begin, len(text), address_of(words), address_of(data), address_of(structure))
+    assert (data[GROWTH * len(text) :] == 0xA5).all()
     if not size:
         return None
     record = layout.RECORD.view(address_of(words))
@@ -49,24 +57,38 @@ def scan(text: bytes) -> tuple[bytes, Record] | None:
             "timeout": own.timeout_us,
         }  # fmt: skip
 
+    def elements(row: dict[str, Any]) -> dict[str, Any]:
+        if record.in_json:
+            row["data"] = data[row["at"] : row["at"] + row["size"]].tobytes()
+        return row
+
     inputs, outputs = record.inputs, record.outputs
     id_bytes = record.id_bytes
     own = row(0)
     return structure[:size].tobytes(), {
         "id": None if id_bytes < 0 else (texts(record.id_at, id_bytes) or b""),
         "timeout": own["timeout"], "default": own["default"], "combiner": own["combiner"],
-        "inputs": [row(1 + i) for i in range(inputs)],
+        "inputs": [elements(row(1 + i)) for i in range(inputs)],
         "outputs": [row(1 + inputs + i) for i in range(outputs)],
     }  # fmt: skip
 
 
+def wire(elements: Any) -> bytes:
+    """Elements as a binary tensor has them."""
+    if isinstance(elements, np.ndarray):
+        return elements.tobytes()
+    return b"".join(len(text).to_bytes(4, "little") + text for text in elements.to_pylist())
+
+
 def check_means_the_same(text: bytes, record: Record) -> None:
     """The full parser understands `text` as the record says, or refuses sizes that are compared with data later."""
-    size = sum(tensor["size"] for tensor in record["inputs"])
+    in_json = any("data" in tensor for tensor in record["inputs"])
+    size = 0 if in_json else sum(tensor["size"] for tensor in record["inputs"])
     try:
         parsed = parse_request(memoryview(text), size)
     except InvalidInput as error:
-        if "takes" not in str(error) and "beside 0" not in str(error):
+        # a number of elements, and strings that are no UTF-8, are found when the record is bound
+        if not re.search("takes|beside 0|does not match data|not valid JSON: str is not valid UTF-8", str(error)):
             raise
         return
     request = parsed.request
@@ -74,7 +96,10 @@ def check_means_the_same(text: bytes, record: Record) -> None:
     assert [(one.name.encode(), one.datatype, one.shape) for one in request.inputs] == [
         (one["name"], one["datatype"], one["shape"]) for one in record["inputs"]
     ]
-    assert parsed.sources == [InBody(one["at"], one["at"] + one["size"]) for one in record["inputs"]]
+    if in_json:
+        assert [wire(source.elements) for source in parsed.sources] == [one["data"] for one in record["inputs"]]  # type: ignore[union-attr]
+    else:
+        assert parsed.sources == [InBody(one["at"], one["at"] + one["size"]) for one in record["inputs"]]
     wanted = [(one.name.encode(), one.datatype, one.combiner) for one in request.outputs]
     told = [
         (one["name"], *(None if one[part] is None else one[part].decode() for part in ("dtype", "combiner")))
@@ -92,6 +117,48 @@ def check_means_the_same(text: bytes, record: Record) -> None:
 
 
 NAMES = ["item_id", "user", "clicked", "a.b", "x y"]
+
+
+def value(rng: random.Random, datatype: str) -> Any:
+    """An element as clients send it, mostly."""
+    if datatype == "BYTES":
+        return rng.choice(["", "a", "user 7", "grün ✓", "\x7f", 'a "b"'] if rng.random() < 0.1 else ["", "a", "w12"])
+    if datatype.startswith("FP"):
+        return rng.choice(
+            [0, 1, -1, 0.5, rng.gauss(0, 1), float(np.float32(rng.gauss(0, 1))), 1e-7, 1e30, 12345678901234567]
+        )
+    bits = int(datatype.strip("UINT"))
+    low, high = (0, 1 << bits) if datatype.startswith("U") else (-1 << (bits - 1), 1 << (bits - 1))
+    return rng.choice(
+        [
+            0,
+            1,
+            low,
+            high - 1,
+            rng.randrange(low, high),
+            *([min(high, (1 << 64) - 1), max(low - 1, -1 << 63), 1.5] if rng.random() < 0.01 else []),
+        ]
+    )
+
+
+def nested(flat: list[Any], shape: list[int]) -> list[Any]:
+    for size in shape[:0:-1]:
+        flat = [flat[i : i + size] for i in range(0, len(flat), size or 1)]
+    return flat
+
+
+def with_elements(rng: random.Random) -> dict[str, Any]:
+    """A request with elements in its JSON."""
+    inputs = []
+    for name in rng.sample(NAMES, rng.randint(1, 3)):
+        shape = [rng.choice([0, 1, 3, 7]) for _ in range(rng.choice([1, 1, 2, 3]))]
+        datatype = rng.choice([name for name in layout.DATATYPES if name not in ("BOOL", "FP16")])
+        data = [value(rng, datatype) for _ in range(int(np.prod(shape)))]
+        if rng.random() < 0.5 and 0 not in shape:
+            data = nested(data, shape)
+        tensor = {"name": name, "datatype": datatype, "shape": shape, "data": data}
+        inputs.append(dict(rng.sample(list(tensor.items()), len(tensor))) if rng.random() < 0.5 else tensor)
+    return {"id": "a", "inputs": inputs}
 
 
 def document(rng: random.Random) -> dict[str, Any]:
@@ -161,6 +228,78 @@ def test_what_clients_send_is_scanned_however_it_is_written(seed: int) -> None:
             continue
         check_means_the_same(text, scanned[1])
     assert left < 300
+
+
+@pytest.mark.counted
+@pytest.mark.parametrize("seed", range(4))
+def test_elements_in_the_json_are_read_as_the_full_parser_reads_them(seed: int) -> None:
+    rng = random.Random(200 + seed)
+    count = few_or_many(1500, 6000)
+    as_sent = spoiled = 0
+    for _ in range(count):
+        text = written(rng, with_elements(rng))
+        scanned = scan(text)
+        if scanned is not None:
+            check_means_the_same(text, scanned[1])
+            as_sent += 1
+        text = spoil(rng, text)
+        scanned = scan(text)
+        if scanned is not None:
+            check_means_the_same(text, scanned[1])
+            spoiled += 1
+    assert as_sent > count * 3 // 4
+    assert spoiled > count // 20
+
+
+NUMBERS = ["0", "-0", "-0.0", "0.0", "00", "01", "-01", "1.", ".5", "-", "+1", "1e3", "1E3", "1e+3", "1e-3", "1e", "1e+", "0e0", "-0e0", "1.0", "1.5e300", "1e400",
+    "1e-400", "3.4028235e38", "3.4028236e38", "-3.5e38", "1e-45", "7e-46", "2.5e-324", "123456789012345678", "1234567890123456789", "12345678901234567890",
+    "9223372036854775807", "9223372036854775808", "-9223372036854775808", "-9223372036854775809", "18446744073709551615", "18446744073709551616",
+    "127", "128", "-128", "-129", "255", "256", "65535", "65536", "2147483648", "4294967296", "0.1", "0.30000000000000004", "9007199254740993", "9007199254740993.0",
+    "16777217", "16777217.0", "0.100000001490116119384765625", "1e22", "1e23", "1.7976931348623157e308", "true", "null", "NaN", "Infinity", '"1"', "1 2", "0x1", "1_0"]  # fmt: skip
+
+
+def test_every_form_of_a_number_is_read_as_the_full_parser_reads_it() -> None:
+    taken = set()
+    for datatype in layout.DATATYPES:
+        for number in NUMBERS:
+            for data in (f"[{number}]", f"[1,{number} ]", f"[ {number}\n, 1]"):
+                shape = data.count(",") + 1
+                text = f'{{"inputs":[{{"name":"a","datatype":"{datatype}","shape":[{shape}],"data":{data}}}]}}'.encode()
+                scanned = scan(text)
+                if scanned is not None:
+                    check_means_the_same(text, scanned[1])
+                    taken.add((datatype, number))
+    # what is ordinary is read here, not left to the full parser
+    for datatype in ("INT64", "UINT64", "FP32", "FP64"):
+        assert {(datatype, number) for number in ("0", "-0", "1234567890123456789", "9223372036854775807")} <= taken
+    for number in ("-0.0", "1e3", "1E3", "1e-3", "1.0", "0.1", "0.30000000000000004", "1e-45", "16777217.0", "1e22"):
+        assert ("FP32", number) in taken
+        assert ("INT64", number) not in taken
+
+
+@pytest.mark.parametrize(
+    ("shape", "data"),
+    [
+        ([2, 2], [1, 2, 3, 4]), ([2, 2], [[1, 2], [3, 4]]), ([2, 2], [[1, 2, 3, 4]]), ([2, 2], [[1, 2], [3]]), ([2, 2], [[1, 2], 3, 4]), ([4], [[1, 2, 3, 4]]),
+        ([2, 2], [[[1, 2]], [[3, 4]]]), ([1, 2, 2], [[[1, 2], [3, 4]]]), ([1, 2, 2], [[1, 2], [3, 4]]), ([0], []), ([0, 3], []), ([0, 3], [[]]), ([2, 0], [[], []]),
+        ([2, 0], [[]]), ([1, 0], [[], []]), ([2, 0], []), ([1, 1, 1, 1], [[[[1]]]]), ([1], [[[[[1]]]]]), ([2], [[], [1, 2]]), ([2], [1, []]), ([2], [[1], [2]]),
+        ([1], []), ([1], 1), ([1], {}), ([1], None), ([2], [1]), ([2], [1, 2, 3]), ([1, 1], [[1], []]),
+    ],
+)  # fmt: skip
+def test_lists_are_flat_or_of_the_shape_as_the_full_parser_has_it(shape: list[int], data: Any) -> None:
+    for made in ({"shape": shape, "data": data}, {"data": data, "shape": shape}):
+        text = orjson.dumps({"inputs": [{"name": "a", "datatype": "INT64", **made}]})
+        scanned = scan(text)
+        try:
+            parse_request(memoryview(text), None)
+            refused = ""
+        except InvalidInput as error:
+            refused = str(error)
+        if refused:
+            assert scanned is None or "does not match data" in refused
+        else:
+            assert scanned is not None
+            check_means_the_same(text, scanned[1])
 
 
 BITS = [b"{", b"}", b"[", b"]", b",", b":", b'"', b"\\", b"\\u0041", b"null", b"true", b"1", b"-1", b"0", b"00", b"1.5", b"1e3", b"9" * 19,
@@ -253,7 +392,11 @@ def test_what_needs_another_plan_is_in_the_structure() -> None:
         b"", b"{", b"{}", b"[]", b"null", b'{"inputs":null}', b'{"inputs":{}}', b'{"inputs":[{}]}',
         *(orjson.dumps(made) for made in (
             {"outputs": [{"name": "a"}]},
-            {"inputs": [tensor(), tensor() | {"data": [1, 2]}]},
+            {"inputs": [tensor(), tensor() | {"data": [1, 2]}]}, {"inputs": [tensor() | {"data": [1, 2]}]}, {"inputs": [tensor(data=[1, 2])]},
+            {"inputs": [{"data": [1, 2]} | tensor()]}, {"inputs": [tensor(), {"name": "b", "datatype": "INT64", "shape": [1], "data": [1]}]},
+            {"inputs": [{"name": "b", "datatype": "BOOL", "shape": [1], "data": [True]}]}, {"inputs": [{"name": "b", "datatype": "FP16", "shape": [1], "data": [1]}]},
+            {"inputs": [{"name": "b", "shape": [1], "data": [1]}]}, {"inputs": [{"name": "b", "datatype": "INT64", "data": [1]}]},
+            {"inputs": [tensor()], "outputs": [{"name": "b", "datatype": "INT64", "data": [1]}]},
             {"inputs": [tensor(shape=[])]}, {"inputs": [tensor(shape=[-1])]}, {"inputs": [tensor(shape=[1 << 31])]},
             {"inputs": [tensor(shape=[1] * 5)]}, {"inputs": [tensor(size=-1)]}, {"inputs": [tensor(size=None)]}, {"inputs": [tensor(size=1.0)]},
             {"inputs": [tensor(datatype="INT65")]}, {"inputs": [tensor(name="")]}, {"inputs": [tensor(name="ä")]},
@@ -261,7 +404,7 @@ def test_what_needs_another_plan_is_in_the_structure() -> None:
             {"inputs": [tensor()], "outputs": [{}]}, {"inputs": [tensor()], "outputs": [{"name": "a", "parameters": {"shared_memory_region": "r"}}]},
             {"inputs": [tensor()], "outputs": [{"name": "a", "parameters": {"classification": 0}}]},
             {"inputs": [tensor()], "other": {}}, {"inputs": [tensor()], "other": 1.5}, {"inputs": [tensor()], "parameters": {"timeout": "1"}},
-            {"inputs": [tensor(str(i)) for i in range(129)]},
+            {"inputs": [tensor(str(i)) for i in range(layout.MOST_TENSORS + 1)]},
         )),
         orjson.dumps({"inputs": [tensor()]})[:-1] + b',"inputs":[]}',
         orjson.dumps({"inputs": [tensor()]})[:-1] + b',"id":"a","id":"b"}',
@@ -273,7 +416,7 @@ def test_what_needs_another_plan_is_in_the_structure() -> None:
         b"\xef\xbb\xbf" + orjson.dumps({"inputs": [tensor()]}), orjson.dumps({"inputs": [tensor()]}) + b"{}",
         *(b'{"id":"' + bad + b'",' + orjson.dumps({"inputs": [tensor()]})[1:] for bad in (
             b"\xff", b"\xc0\xaf", b"\xed\xa0\x80", b"\xf4\x90\x80\x80", b"\xc3", b"\\u0041", b"\\/", b"\\x", b"\x1f", b"\\")),
-        orjson.dumps({"inputs": [tensor()], "x": "a" * (1 << 16)}),
+        orjson.dumps({"inputs": [tensor()], "x": "a" * json_scan.MOST_TEXT_BYTES}),
     ],
 )  # fmt: skip
 def test_what_is_of_another_form_is_for_the_full_parser(text: bytes) -> None:

@@ -18,7 +18,7 @@ from tierstore.wire.protobuf import scan as protobuf_scan
 
 Record = dict[str, Any]
 Request = message_class("inference.ModelInferRequest")
-GUARDED = Guarded(1 << 17)
+GUARDED = Guarded(1 << 19)
 
 
 def scan(message: bytes, *, at_end: bool = True) -> tuple[bytes, Record] | None:
@@ -293,9 +293,10 @@ def test_the_most_inputs_and_outputs_are_scanned_and_one_more_is_not() -> None:
 
         return change
 
-    assert structure(many(128, 128)) is not None
-    assert structure(many(129, 0)) is None
-    assert structure(many(1, 129)) is None
+    most = layout.MOST_TENSORS
+    assert structure(many(most, most)) is not None
+    assert structure(many(most + 1, 0)) is None
+    assert structure(many(1, most + 1)) is None
 
 
 def shared(one: Any) -> None:
@@ -365,7 +366,7 @@ def before(one: Any) -> None:
 
 
 def long_text(one: Any) -> None:
-    one.parameters["other"].string_param = "x" * (1 << 16)
+    one.parameters["other"].string_param = "x" * protobuf_scan.MOST_DESCRIPTION_BYTES
 
 
 TENSOR = field(5, field(1, b"a") + field(2, b"INT64") + field(3, b"\x02"))

@@ -207,6 +207,29 @@ def fold_multiply(builder: Any, a: Any, b: Any) -> Any:
     return builder.xor(builder.trunc(product, _I64), high)
 
 
+@emits(types.uint64(types.uint64, types.uint64))
+def multiply_high(builder: Any, a: Any, b: Any) -> Any:
+    """The upper half of the 128-bit product."""
+    product = builder.mul(builder.zext(a, _I128), builder.zext(b, _I128))
+    return builder.trunc(builder.lshr(product, ir.Constant(_I128, 64)), _I64)
+
+
+@emits(types.uint64(types.uint64))
+def leading_zeros(builder: Any, word: Any) -> Any:
+    """The number of zero bits above the highest one of a word, which is not 0."""
+    return builder.ctlz(word, ir.Constant(ir.IntType(1), 1))
+
+
+@emits(types.float64(types.uint64))
+def f64_of_bits(builder: Any, bits: Any) -> Any:
+    return builder.bitcast(bits, ir.DoubleType())
+
+
+@emits(types.void(types.int64, types.int64, types.float64))
+def store_f64(builder: Any, base: Any, index: Any, value: Any) -> Any:
+    _store(builder, base, index, value)
+
+
 @emits(types.uint64(types.uint64))
 def swap_bytes(builder: Any, value: Any) -> Any:
     """The bytes of a 64-bit word in reverse order."""

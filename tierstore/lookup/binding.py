@@ -14,7 +14,7 @@ import numpy as np
 
 from tierstore.kernels.atomics import copy_bytes
 from tierstore.kernels.raw import load_i64, load_u8, load_u32, load_u64, store_i64, store_u8
-from tierstore.kernels.records import at, define
+from tierstore.kernels.records import at, define, place
 from tierstore.kernels.xxh3 import hash_at
 from tierstore.lookup import by_plan, plans
 from tierstore.lookup.by_plan import MOST_BAGS, MOST_KEYS, MOST_WORK_BYTES, SCRATCH_BYTES, any_negative, first_call
@@ -52,10 +52,10 @@ OUTPUT = define("OutputValues", "the sizes of one output of an answer", {
     "bytes at": "the bytes of the output, and their offset in the answer's data",
 })  # fmt: skip
 VALUES = define("Values", "the numbers that an answer's text needs; a piece names one by its place, counted in words", {
-    "outputs": ((OUTPUT.dtype, (MOST_TENSORS,)), "the sizes of each output; of a prediction first those of its rows, later those of its scores"),
     "named": ((np.int64, (MOST_NAMES,)), "the values of named sizes, of predictions"),
+    "outputs": ((OUTPUT.dtype, (MOST_TENSORS,)), "the sizes of each output; of a prediction first those of its rows, later those of its scores"),
 })  # fmt: skip
-values_at, value_at = at(VALUES), at(OUTPUT)
+values_at, _output_at = at(VALUES), at(OUTPUT)
 
 _MOST_STRING_BYTES, _MOST_COLLIDING = 1 << 18, 64  # limits on strings that are read in one turn
 MOST_CALLS = MOST_TENSORS
@@ -66,14 +66,27 @@ _STATUS = np.frombuffer(b"HTTP/1.1 200 OK\r\ndate: ", np.uint8)
 _LENGTH = np.frombuffer(b"\r\ncontent-length: ", np.uint8)
 _JSON_LENGTH = np.frombuffer(b"\r\ninference-header-content-length: ", np.uint8)
 _TYPE = np.frombuffer(b"\r\ncontent-type: application/octet-stream", np.uint8)
+_JSON_TYPE = np.frombuffer(b"\r\ncontent-type: application/json", np.uint8)
 _CLOSE = np.frombuffer(b"\r\nconnection: close", np.uint8)
 _END = np.frombuffer(b"\r\n\r\n", np.uint8)
-_ID = np.frombuffer(b',"id":"', np.uint8)
+ID = np.frombuffer(b',"id":"', np.uint8)
 MOST_ADDED_BYTES = 512 + MOST_ID_BYTES  # the most bytes that an answer adds to its pieces, without the digits of values
 MOST_DIGITS = 20
-_QUOTE, _CLOSE_OBJECT, _ZERO = 34, 125, 48
+QUOTE, CLOSE_OBJECT, _ZERO = 34, 125, 48
 
 _U64 = np.uint64
+
+
+@nb.njit(inline="always")
+def value_at(values, number):  # type: ignore[no-untyped-def]
+    """The sizes of an output."""
+    return _output_at(place(values_at(values), "outputs"), number)
+
+
+@nb.njit
+def values_bytes(outputs):  # type: ignore[no-untyped-def]
+    """The bytes of an answer's values, of which that many outputs are in use."""
+    return place(value_at(0, outputs), "first")
 
 
 @nb.njit
@@ -293,20 +306,42 @@ def _digits_before(end, value):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
+def head_before(at, text_bytes, data_bytes, closing, date):  # type: ignore[no-untyped-def]
+    """Write the head of an answer backwards from the address `at`, where its body begins: `text_bytes` of JSON. Returns where the head begins.
+
+    `data_bytes`: the bytes of the binary data behind the JSON; NONE: there can be none. `date`, `closing`: as for `write_head`.
+    """
+    at = _before(at, _END)
+    if closing:
+        at = _before(at, _CLOSE)
+    if data_bytes == NONE:
+        at = _before(at, _JSON_TYPE)
+        at = _digits_before(at, text_bytes)
+    else:
+        at = _before(at, _TYPE)
+        at = _digits_before(at, text_bytes)
+        at = _before(at, _JSON_LENGTH)
+        at = _digits_before(at, text_bytes + data_bytes)
+    at = _before(at, _LENGTH) - DATE_BYTES
+    copy_bytes(at, date, DATE_BYTES)
+    return _before(at, _STATUS)
+
+
+@nb.njit
 def write_head(variant, record, values, data_bytes, closing, date, end):  # type: ignore[no-untyped-def]
     """Write an answer's head and JSON backwards from the address `end`, where `data_bytes` of data follow. Returns where the head begins.
 
     `values` come from `bind`, `record` has the id, `date` is the address of the date. With `closing` the head says that the connection ends.
     """
     at = end - 1
-    store_u8(at, 0, nb.uint8(_CLOSE_OBJECT))
+    store_u8(at, 0, nb.uint8(CLOSE_OBJECT))
     size = record.id_bytes
     if size != NO_ID:
         at -= 1
-        store_u8(at, 0, nb.uint8(_QUOTE))
+        store_u8(at, 0, nb.uint8(QUOTE))
         at -= size
         copy_bytes(at, record.id_at, size)
-        at = _before(at, _ID)
+        at = _before(at, ID)
     pieces = variant.texts
     for i in range(variant.pieces - 1, -1, -1):
         piece = piece_at(pieces, i)
@@ -314,14 +349,4 @@ def write_head(variant, record, values, data_bytes, closing, date, end):  # type
             at = _digits_before(at, load_i64(values, piece.value))
         at -= piece.bytes
         copy_bytes(at, piece.at, piece.bytes)
-    text_bytes = end - at
-    at = _before(at, _END)
-    if closing:
-        at = _before(at, _CLOSE)
-    at = _before(at, _TYPE)
-    at = _digits_before(at, text_bytes)
-    at = _before(at, _JSON_LENGTH)
-    at = _digits_before(at, text_bytes + data_bytes)
-    at = _before(at, _LENGTH) - DATE_BYTES
-    copy_bytes(at, date, DATE_BYTES)
-    return _before(at, _STATUS)
+    return head_before(at, end - at, data_bytes, closing, date)

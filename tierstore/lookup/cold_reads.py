@@ -27,7 +27,7 @@ from tierstore.kernels.partitions import group, partition_at
 from tierstore.kernels.raw import call_at, load_i64, load_u8, store_i64, store_u8
 from tierstore.kernels.records import at, define, place
 from tierstore.kernels.sysio import EINTR, allocate, monotonic_ns, read, release, write
-from tierstore.lookup import by_plan, plans
+from tierstore.lookup import by_plan, json_answer, plans
 from tierstore.lookup.table_rows import is_cold, pool_rows, probe, set_padding, store_half
 from tierstore.tiers.disk import sealed_rows
 from tierstore.types import Tier
@@ -53,11 +53,14 @@ JOB = define("Job", "a request that a reactor has given to the readers of cold r
     "caller_rates model_rates": "the addresses of the rates that the request was charged to, or 0",
     "body_bytes keys": "the bytes and keys that were charged",
     "held_bytes": "the bytes that count as held until the job ends",
+    "own_data": "the address of the request's data in the block, if they came in JSON; else 0",
+    "values id_at id_bytes": "of an answer in JSON (`json_answer.py`): the addresses of its values and of its id, and the bytes of that; else 0",
+    "text_at text_bytes": "the address of the block with that answer's JSON behind its HEAD_ROOM, or 0; and the bytes of the JSON",
     "lost": "1: the client is gone or has reset its stream",
     "scoring": "the number of a prediction's graph, or 0. The fields from here on are those of predictions",
     "table": "the address of the places of its tensors (`scoring.py`)",
     "queued_ns arrived_ns deadline_ns": "the times at which it was queued and arrived, and its deadline, or 0",
-}, size=256)  # fmt: skip
+}, size=320)  # fmt: skip
 job_at = at(JOB)
 DONE, FOR_PYTHON, RETURNED = range(3)  # a job's `outcome`; RETURNED: a thread that runs graphs has given it back
 LEFT = 3  # result of `finish`: some rows need a wait for the drive
@@ -72,7 +75,7 @@ MOST_OFFERED = 64 << 20  # bytes of offers that wait for Python
 
 READERS = define("Readers", "the state that all readers share", {
     "offered": "the bytes of offers that wait for Python",
-    "run_at finish_at": "the addresses of `by_plan.run` and `finish`",
+    "run_at finish_at write_at": "the addresses of `by_plan.run`, `finish` and `json_answer.write`",
     "offers": "the descriptor of the pipe for offers to the cache",
     "predictions queued_at": "the descriptor of the pipe to the threads that run graphs, or -1, and the address of the number of predictions that wait there",
 }, apart=True)  # fmt: skip
@@ -317,6 +320,18 @@ def _probe_all(shared, job):  # type: ignore[no-untyped-def]
     return came
 
 
+@nb.njit
+def write_answer(job, write_at):  # type: ignore[no-untyped-def]
+    """Write the JSON of a job's answer into a block of its own. False: there is no memory."""
+    block = allocate(json_answer.HEAD_ROOM + json_answer.most_bytes(job.variant, job.data_bytes))
+    if block == 0:
+        return False
+    begin = block + json_answer.HEAD_ROOM
+    end = call_at(write_at, job.variant, job.values, job.id_at, job.id_bytes, job.block, begin)
+    job.text_at, job.text_bytes = block, end - begin
+    return True
+
+
 @compiled(types.int64(types.int64, types.int64), when=HTTP)
 def complete(shared: Any, job: Any) -> Any:
     """Complete the rows of a job: DONE or FOR_PYTHON."""
@@ -344,6 +359,8 @@ def serve(shared: Any, jobs: Any, inbox: Any, done: Any) -> Any:
             return
         job = job_at(jobs, message[0])
         came = FOR_PYTHON if job.lost != 0 else complete(shared, job)
+        if came == DONE and job.scoring == 0 and job.values != 0 and not write_answer(job, readers.write_at):
+            came = FOR_PYTHON
         if came == DONE and job.scoring != 0 and queue(job, message[0], readers.predictions, readers.queued_at):
             continue
         job.outcome = came if job.scoring == 0 else FOR_PYTHON

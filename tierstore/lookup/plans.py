@@ -66,6 +66,7 @@ PLANNED = define("PlannedCall", "a call of a variant; fields that are equal for 
 PIECE = define("Piece", "a fixed text of an answer", {
     "at bytes": "the address and the bytes of the text",
     "value": "the place among the values of the number that follows the text, or NONE; in messages also a count of pieces or outputs (`grpc_answer.py`)",
+    "datatype": "of a piece that the elements of output `value` follow, in JSON: their datatype, as a record has it; else 0",
 })  # fmt: skip
 CHECK = define("Check", "the size that an input of a prediction must have along one axis", {
     "input axis": "the number of the input, and the axis",
@@ -99,6 +100,7 @@ VARIANT = define("Variant", "the way to answer requests of one structure under o
     "digits_at": "the offset in that head of the digits of the length, of rows for a front",
     "table table_counts": "the number of the table, and that of its row of counts, of rows for a front",
     "framed": "1: each output of the answer follows its tag and its length (`grpc_answer.py`)",
+    "as_json": "1: the elements of all outputs are in the answer's JSON (`json_answer.py`)",
     "planned_calls": "the number of calls", "calls": (PLANNED, "the first of them"),
     "outputs output_bytes": "the number of outputs, and the address of each one's bytes: of an element, of a row, or of one `found`",
     "pieces": "the number of pieces", "texts": (PIECE, "the first of them"),

@@ -16,7 +16,7 @@ from tierstore.kernels.sysio import (
     monotonic_ns,
     move_bytes,
 )
-from tierstore.lookup import binding, by_plan, front_rows, plan_search, plans
+from tierstore.lookup import binding, by_plan, front_rows, json_answer, plan_search, plans
 from tierstore.lookup.cold_reads import job_at
 from tierstore.reactor.connections import has_room, send_first
 from tierstore.reactor.jobs import await_job, count, make_job, read_cached
@@ -34,6 +34,7 @@ from tierstore.reactor.layout import (
     HEAD_ROOM,
     HEADER,
     MADE_A_JOB,
+    MOST_AS_JSON,
     NO_PLAN,
     PREDICTION,
     ROWS_ON_DISK,
@@ -49,7 +50,6 @@ from tierstore.tiers.upstream.layout import LINE_BYTES, REQUEST_HEAD_BYTES, rows
 from tierstore.wire import callers, request_record
 from tierstore.wire.http1 import head as http1_head
 from tierstore.wire.http1.date import DATE_BYTES
-from tierstore.wire.json import scan as json_scan
 
 _CLOSE = np.frombuffer(b"connection: close\r\n", np.uint8)
 _MOST_TIMEOUT_US = 1 << 50
@@ -255,7 +255,7 @@ def bind_plan(me, variant, view, tail, since, more, began):  # type: ignore[no-u
 
 @nb.njit
 def look_up(me, plan, variant, view, tail, began, planned):  # type: ignore[no-untyped-def]
-    """Do the run in `me.bound`: write its rows into the answer's data, charge and count it. Returns the result of the run (`lookup/by_plan.py`)."""
+    """Do the run in `me.bound`: write its rows into the answer's data, and its JSON if they go there; charge and count it. Returns the result of the run (`lookup/by_plan.py`)."""
     data = me.answer + HEAD_ROOM
     came = call_at(me.run, me.bound, view, tail, data, me.states, me.scratch)
     if came == by_plan.COLD:
@@ -263,6 +263,9 @@ def look_up(me, plan, variant, view, tail, began, planned):  # type: ignore[no-u
     if came == by_plan.ANSWERED:
         draw(me, plan, began, me.bound.keys)
         ran = monotonic_ns()
+        if variant.as_json != 0:
+            text, record = me.text + json_answer.HEAD_ROOM, me.record
+            me.text_bytes = call_at(me.write, variant, me.values, record.id_at, record.id_bytes, data, text) - text
         by_plan.count_keys(me.bound, tail, me.states, me.table_counts, TABLE_COUNT_WORDS)
         count(me, variant, began, planned, ran, monotonic_ns())  # before it is sent: a client finds its answer counted
     return came
@@ -277,16 +280,21 @@ def answer(me, fd, at, whole, last, began):  # type: ignore[no-untyped-def]
     """
     found, since = me.found, connection_at(me.conns, fd).began_ns
     text, text_bytes = at + found.head_bytes, found.json_bytes
+    if text_bytes == http1_head.NONE:
+        text_bytes = found.body_bytes
     tail, tail_bytes = text + text_bytes, found.body_bytes - text_bytes
     if text_bytes <= 0 or tail_bytes < 0:
         return DESCRIPTION
     why = why_not(me, fd, at, since, began)
     if why != MAY:
         return why
-    if json_scan.scan_at(text, text_bytes, me.record) != request_record.SCANNED:
+    if call_at(me.scan, text, text_bytes, me.record, me.data, 0, 0) != request_record.SCANNED:
         return DESCRIPTION
-    if me.record.data_bytes != tail_bytes:
+    in_json = me.record.in_json != 0
+    if (0 if in_json else me.record.data_bytes) != tail_bytes or (not in_json and found.json_bytes == http1_head.NONE):
         return VALUES
+    if in_json:
+        tail = me.data
     path, path_bytes = at + found.path_at, found.path_bytes
     why, plan, variant, view = plan_for(me, path, path_bytes, plans.TENSORS, began)
     if why != MAY:
@@ -301,12 +309,19 @@ def answer(me, fd, at, whole, last, began):  # type: ignore[no-untyped-def]
     if why >= 0:
         return why
     planned, closing = monotonic_ns(), _is_closing(me, last)
-    keys = me.bound.keys
+    keys, as_json = me.bound.keys, variant.as_json != 0
+    if as_json and not predicts:
+        if me.bound.answer_bytes > MOST_AS_JSON:
+            why = LONG
+        if not has_room(me, json_answer.GROWTH * me.bound.answer_bytes + more):
+            return BUSY
     if predicts:
         data = bind_scores(me, variant)
         if data < 0:
             return VALUES
-        begin = binding.write_head(variant, me.record, me.values, data, closing, me.date, me.answer + HEAD_ROOM)
+        begin = me.answer + HEAD_ROOM
+        if not as_json:
+            begin = binding.write_head(variant, me.record, me.values, data, closing, me.date, begin)
         made, number = make_prediction(
             me, fd, plan, variant, view, tail, why == MAY, begin, data, more, since, timeout_of(me), began
         )
@@ -319,9 +334,9 @@ def answer(me, fd, at, whole, last, began):  # type: ignore[no-untyped-def]
     if why == MAY:
         came = look_up(me, plan, variant, view, tail, began, planned)
     if came == by_plan.COLD:
-        begin = binding.write_head(
-            variant, me.record, me.values, me.bound.answer_bytes, closing, me.date, me.answer + HEAD_ROOM
-        )
+        begin = me.answer + HEAD_ROOM
+        if not as_json:
+            begin = binding.write_head(variant, me.record, me.values, me.bound.answer_bytes, closing, me.date, begin)
         number = make_job(me, fd, plan, variant, view, begin, why == MAY, began, planned)
         if number < 0:
             return BUSY
@@ -331,6 +346,11 @@ def answer(me, fd, at, whole, last, began):  # type: ignore[no-untyped-def]
         return MADE_A_JOB
     if came != by_plan.ANSWERED:
         return ROWS_ON_DISK if came == by_plan.ELSEWHERE else VALUES
+    if as_json:
+        text = me.text + json_answer.HEAD_ROOM
+        begin = binding.head_before(text, me.text_bytes, binding.NONE, closing, me.date)
+        _send(me, fd, begin, text + me.text_bytes - begin, closing)
+        return ANSWERED
     data, end = me.bound.answer_bytes, me.answer + HEAD_ROOM
     begin = binding.write_head(variant, me.record, me.values, data, closing, me.date, end)
     _send(me, fd, begin, end + data - begin, closing)

@@ -12,7 +12,7 @@ from tierstore.kernels.atomics import add_at, copy_bytes, release_i64
 from tierstore.kernels.raw import call_at
 from tierstore.kernels.records import place
 from tierstore.kernels.sysio import allocate, monotonic_ns, release, write
-from tierstore.lookup import by_plan, cold_reads, plans
+from tierstore.lookup import binding, by_plan, cold_reads, json_answer, plans
 from tierstore.reactor.connections import end, hold, notify, set_send_deadline
 from tierstore.reactor.layout import (
     BOUNDS,
@@ -56,7 +56,7 @@ def acquire_job(me):  # type: ignore[no-untyped-def]
     me.free_jobs.count -= 1
     number = me.free_jobs.numbers[me.free_jobs.count]
     job = cold_reads.job_at(me.jobs, number)
-    job.stream = job.request = job.request_bytes = job.lost = 0
+    job.stream = job.request = job.request_bytes = job.lost = job.own_data = job.values = job.text_at = 0
     return number, job
 
 
@@ -81,6 +81,38 @@ def read_cached(me, view, tail, data):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
+def _values_bytes(variant):  # type: ignore[no-untyped-def]
+    return binding.values_bytes(variant.outputs if variant.scoring == 0 else variant.scoring.scores)
+
+
+@nb.njit
+def kept_bytes(me, variant):  # type: ignore[no-untyped-def]
+    """The bytes of what `keep` keeps, from a multiple of 8 on."""
+    size = nb.int64(0)
+    if me.record.in_json != 0:
+        size += (me.record.data_bytes + 7) & ~7
+    if variant.as_json != 0:
+        size += _values_bytes(variant) + max(me.record.id_bytes, nb.int64(0))
+    return size
+
+
+@nb.njit
+def keep(me, variant, job, at):  # type: ignore[no-untyped-def]
+    """Keep for a job what lies in the reactor's own memory: data that came in JSON, and what an answer in JSON needs."""
+    record = me.record
+    if record.in_json != 0:
+        job.own_data = at
+        copy_bytes(at, me.data, record.data_bytes)
+        at += (record.data_bytes + 7) & ~7
+    if variant.as_json != 0:
+        size = _values_bytes(variant)
+        job.values, job.id_at, job.id_bytes = at, at + size, record.id_bytes
+        copy_bytes(at, me.values, size)
+        if record.id_bytes > 0:
+            copy_bytes(at + size, record.id_at, record.id_bytes)
+
+
+@nb.njit
 def make_job(me, fd, plan, variant, view, begin, probed, began, planned):  # type: ignore[no-untyped-def]
     """Make a job for the readers from the run at `me.bound`. The bytes of the answer before its data are at `begin`.
 
@@ -95,17 +127,21 @@ def make_job(me, fd, plan, variant, view, begin, probed, began, planned):  # typ
     states = head + data
     run = (states + keys + 7) & ~7
     codes = run + run_bytes
-    block = allocate(codes + (8 * keys if probed else 0))
+    # an answer in JSON may be long though its run, which may have codes, is short
+    keeps_codes = probed or (variant.as_json != 0 and keys <= by_plan.MOST_KEYS)
+    more = codes + (8 * keys if keeps_codes else 0)
+    block = allocate(more + kept_bytes(me, variant))
     if block == 0:
         return nb.int64(-1)
     copy_bytes(block, begin, head + (data if probed else 0))
     copy_bytes(block + run, me.bound, run_bytes)
     if probed:
         copy_bytes(block + states, me.states, keys)
-        copy_bytes(block + codes, me.codes, 8 * keys)
-        plans.run_at(block + run).codes_at = block + codes
+    copy_bytes(block + codes, me.codes, more - codes)
+    plans.run_at(block + run).codes_at = block + codes
     add_at(place(me.shared, "inflight"), head + data)
     number, job = acquire_job(me)
+    keep(me, variant, job, block + more)
     job.fd, job.serial, job.reactor = fd, connection_at(me.conns, fd).serial, me.number
     job.variant, job.of_view, job.run = variant, view, block + run
     job.block, job.head_bytes, job.data_bytes, job.held_bytes = block, head, data, head + data
@@ -154,7 +190,7 @@ def submit(me, fd):  # type: ignore[no-untyped-def]
     row = connection_at(me.conns, fd)
     number = row.job - 1
     job = cold_reads.job_at(me.jobs, number)
-    job.tail = row.in_at + job.tail
+    job.tail = job.own_data if job.own_data != 0 else row.in_at + job.tail
     if not hand_out(me, number):
         finish_job(me, number)
 
@@ -194,12 +230,24 @@ def reason_of(job):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
+def _text_of(me, job, closing):  # type: ignore[no-untyped-def]
+    """(the block of a job's answer in JSON, where the answer begins in it, its bytes), and free the job's own block. The first is 0: no memory."""
+    written = job.text_at != 0 or cold_reads.write_answer(job, me.write)
+    release(job.block)
+    if not written:
+        return nb.int64(0), nb.int64(0), nb.int64(0)
+    text = job.text_at + json_answer.HEAD_ROOM
+    begin = binding.head_before(text, job.text_bytes, binding.NONE, closing, me.date)
+    return job.text_at, begin, text + job.text_bytes - begin
+
+
+@nb.njit
 def finish_job(me, number):  # type: ignore[no-untyped-def]
     """Take back a finished HTTP/1.1 job. Returns its connection if there is an answer to send, or -1."""
     job = cold_reads.job_at(me.jobs, number)
     answered = end_job(me, number)
     fd, block, size, held = job.fd, job.block, job.head_bytes + job.data_bytes, job.held_bytes
-    row = connection_at(me.conns, fd)
+    row, begin = connection_at(me.conns, fd), block
     row.job = 0
     if not answered:
         hold(me, fd, 0)  # Python counts it
@@ -210,8 +258,14 @@ def finish_job(me, number):  # type: ignore[no-untyped-def]
         if row.lost != 0 or not notify(me, REQUEST, fd, row.serial | (why << 32), row.in_at, row.needed):
             end(me, fd, True)
         return -1
-    add_at(place(me.shared, "inflight"), size - held)
-    row.out_base, row.out_at, row.out_bytes, row.pieces, row.state = block, block, size, 0, SENDING
+    if job.values != 0:
+        block, begin, size = _text_of(me, job, row.flags & CLOSES != 0)
+        if block == 0:
+            add_at(place(me.shared, "inflight"), -held)
+            end(me, fd, True)
+            return -1
+    add_at(place(me.shared, "inflight"), begin + size - block - held)
+    row.out_base, row.out_at, row.out_bytes, row.pieces, row.state = block, begin, size, 0, SENDING
     if row.lost != 0:
         end(me, fd, True)
         return -1

@@ -10,7 +10,7 @@ import numpy as np
 from tierstore.kernels.latency import BOUNDS_NS, BUCKETS
 from tierstore.kernels.records import TEXT, at, define
 from tierstore.kernels.sysio import EDGE, HALF_CLOSED, READABLE, WRITABLE
-from tierstore.lookup import binding, cold_reads, plans
+from tierstore.lookup import binding, cold_reads, json_answer, plans
 from tierstore.wire import request_record
 from tierstore.wire.http1 import head as http1_head
 from tierstore.wire.http2 import layout as http2_layout
@@ -150,7 +150,11 @@ MESSAGES = 64  # from Python, in one turn
 LISTENER, INBOX, JOB_INBOX, GRPC_LISTENER = (k - (1 << 32) for k in range(4))  # in events, where no serial is so high
 BUFFER_BYTES = 1 << 17
 LARGE_TURN = 1 << 20  # bytes read from one connection in one turn
-HEAD_ROOM = 1 << 15  # bytes in front of the answer's data
+HEAD_ROOM = 1 << 18  # bytes in front of the answer's data
+MOST_AS_JSON = (
+    1 << 17
+)  # bytes of elements that a reactor writes as JSON itself: a millisecond. Readers write more of them
+MOST_TEXT_BYTES = json_answer.HEAD_ROOM + HEAD_ROOM + json_answer.GROWTH * MOST_AS_JSON
 FRAMES_BYTES = 1 << 18
 SWEEP_NS = 1_000_000_000
 PROBE_NS = 50_000_000  # after this time away, an end of the client's side most likely means that the client has gone
@@ -180,7 +184,7 @@ REACTOR = define("Reactor", "the working memory of one reactor; Python keeps it 
     "jobs": (cold_reads.JOB, "the jobs of all reactors"), "free_jobs": (FREE_JOBS, "its own free jobs"),
     "readers": (cold_reads.READERS, "the state of the readers of cold rows"),
     "counts": (VERSION_COUNTS, "the counts of versions"), "table_counts": "the address of the counts of tables, TABLE_COUNT_WORDS for each",
-    "run finish": "the addresses of `by_plan.run` and `cold_reads.finish`",
+    "run finish scan write": "the addresses of `by_plan.run`, `cold_reads.finish`, `json/scan.fill` and `json_answer.write`",
     "run_rows http2 run_call": "the addresses of `front_rows.run`, `reactor_http2.run` and `reactor_calls.run`; 0 until they are compiled",
     "found": (http1_head.HEAD, "the head of the present request"),
     "call": (ANSWERED_CALL, "the outcome of the present call of gRPC"),
@@ -190,6 +194,8 @@ REACTOR = define("Reactor", "the working memory of one reactor; Python keeps it 
     "message": (MESSAGE_RECORD, "the message that is being written"),
     "buffer": "the address of BUFFER_BYTES for bytes that come",
     "answer": "the address of HEAD_ROOM and the largest answer, aligned",
+    "data": "the address of the present request's elements that came in JSON, scan.DATA_BYTES",
+    "text text_bytes": "the address of an answer in JSON, MOST_TEXT_BYTES, and its bytes",
     "states": "the address of a byte for each key",
     "scratch": "the address of working memory",
     "record": (request_record.RECORD, "the record of the present request"), "structure": "the address of its structure",

@@ -18,7 +18,7 @@ from tierstore.kernels.records import place
 from tierstore.kernels.sysio import allocate, monotonic_ns, release
 from tierstore.lookup import by_plan, cold_reads, plans, scoring
 from tierstore.reactor.connections import has_room
-from tierstore.reactor.jobs import acquire_job, give_away, read_cached
+from tierstore.reactor.jobs import acquire_job, give_away, keep, kept_bytes, read_cached
 from tierstore.reactor.layout import (
     BUSY,
     FULL,
@@ -60,10 +60,10 @@ def bind_scores(me, variant):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def make_prediction(me, fd, plan, variant, view, tail, short, begin, data, more, since, timeout_ns, began):  # type: ignore[no-untyped-def]
+def make_prediction(me, fd, plan, variant, view, tail, short, begin, data, of_request, since, timeout_ns, began):  # type: ignore[no-untyped-def]
     """Begin the prediction whose run is at `me.bound`. The bytes of its answer before its `data` bytes are at `begin`, HEAD_ROOM at most.
 
-    `more`: bytes of the request that are not counted as held; `since`: when its first bytes came, 0: all came at once; `timeout_ns`: its time from
+    `of_request`: bytes of the request that are not counted as held; `since`: when its first bytes came, 0: all came at once; `timeout_ns`: its time from
     then on, or 0. If memory lacks rows, or it is not `short`, cold readers complete the block before the graph runs. Returns (MADE_A_JOB, the job's
     number), with the job not handed out yet; or (a reason, -1), with nothing done.
     """
@@ -76,8 +76,9 @@ def make_prediction(me, fd, plan, variant, view, tail, short, begin, data, more,
     answered = nb.int64(0) if apart else run.answer_bytes
     head = me.answer + HEAD_ROOM - begin
     table_bytes, run_bytes = scoring.table_bytes(wanted, me.record), by_plan.run_bytes(run)
-    size = head + data + 63 + table_bytes + answered + 7 + run_bytes + 9 * keys
-    if not has_room(me, size + more):
+    more = kept_bytes(me, variant)
+    size = head + data + 63 + table_bytes + answered + 7 + run_bytes + 9 * keys + 7 + more
+    if not has_room(me, size + of_request):
         return BUSY, nb.int64(-1)
     block = allocate(size)
     if block == 0:
@@ -104,6 +105,7 @@ def make_prediction(me, fd, plan, variant, view, tail, short, begin, data, more,
     job.block, job.head_bytes, job.data_bytes, job.held_bytes = block, head, data, size
     job.table, job.keys, job.scoring = table, keys, wanted.number
     job.rows, job.cold, job.of_view = rows, 1 if cold else 0, view
+    keep(me, variant, job, block + ((size - more) & ~7))
     if cold:
         kept = (rows + answered + 7) & ~7
         job.run, job.states, job.probed = kept, kept + run_bytes + 8 * keys, 1 if short else 0

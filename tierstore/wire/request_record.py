@@ -18,14 +18,17 @@ from tierstore.kernels.raw import store_u8
 from tierstore.kernels.records import at, define
 from tierstore.kernels.sysio import clear_bytes
 
+MOST_RANK = 4
 RECORD = define("RequestRecord", "an inference request, followed by its own row, one row for each input, and one for each output", {
     "inputs outputs": "the numbers of inputs and outputs",
     "id_at id_bytes": "the place and the bytes of its id; NO_ID: it has none",
     "data_bytes": "the bytes of all inputs, which lie end to end",
+    "in_json": "the number of inputs whose elements came in JSON: either all or none",
+    "depth": "of the lists of elements that are being read: how many are around an element; 0: it is not known yet",
+    "sizes counts": ((np.int64, (MOST_RANK,)), "the entries of each list, by its depth, and the entries that have come"),
 })  # fmt: skip
 record_at = at(RECORD)
 NO_ID = -1  # of `id_bytes`
-MOST_RANK = 4
 ROW = define("RequestRow", "the description of a request, an input or an output", {
     "name_at name_bytes": "the place and the bytes of the name; in the own row of a gRPC request the model's",
     "datatype": "the datatype, counted from 1 in `DATATYPES`; 0: none is given",
@@ -41,7 +44,7 @@ _row_at, _ROW_BYTES = at(ROW), ROW.bytes
 NOT_GIVEN, NO, YES = range(3)  # of `binary` and `by_default`
 NO_SIZE = -1  # of `size`
 MOST_SIZE = (1 << 31) - 1  # of a dimension, and of `size`
-MOST_TENSORS = 128  # inputs, and outputs
+MOST_TENSORS = 1024  # inputs, and outputs
 RECORD_BYTES = RECORD.bytes + ROW.bytes * (1 + 2 * MOST_TENSORS)
 
 # datatypes by number, from 1 on, and the bytes of an element; 0: variable
@@ -52,8 +55,8 @@ WIDTHS = np.array([0, 1, 1, 2, 4, 8, 1, 2, 4, 8, 2, 4, 8, 0], np.int64)
 
 SCANNED, NOT_OF_FORM = 0, 1  # results of a scanner
 
-MOST_STRUCTURE_BYTES = 8192
-_LENGTH_BYTES = 2
+MOST_STRUCTURE_BYTES = 1 << 17
+_LENGTH_BYTES = 3
 
 
 @nb.njit
@@ -69,6 +72,7 @@ def begin(record):  # type: ignore[no-untyped-def]
     record.outputs = 0
     record.id_bytes = NO_ID
     record.data_bytes = 0
+    record.in_json = 0
     clear_row(row_at(record, 0))
 
 
@@ -81,8 +85,8 @@ def clear_row(row):  # type: ignore[no-untyped-def]
 @nb.njit(inline="always")
 def _text(target, text, size):  # type: ignore[no-untyped-def]
     """Write a text, its length first. Returns what follows."""
-    store_u8(target, 0, nb.uint8(size & 255))
-    store_u8(target, 1, nb.uint8(size >> 8))
+    for i in range(_LENGTH_BYTES):
+        store_u8(target, i, nb.uint8((size >> (8 * i)) & 255))
     copy_bytes(target + _LENGTH_BYTES, text, size)
     return target + _LENGTH_BYTES + size
 
@@ -99,8 +103,9 @@ def write_structure(record, target):  # type: ignore[no-untyped-def]
     if room < own.version_bytes:
         return 0
     store_u8(target, 0, nb.uint8(own.by_default))
-    store_u8(target, 1, nb.uint8(inputs))
-    at = _text(target + 2, own.combiner_at, own.combiner_bytes)
+    store_u8(target, 1, nb.uint8(inputs & 255))
+    store_u8(target, 2, nb.uint8(inputs >> 8))
+    at = _text(target + 3, own.combiner_at, own.combiner_bytes)
     at = _text(at, own.version_at, own.version_bytes)
     for i in range(inputs):
         row = row_at(record, 1 + i)

@@ -20,7 +20,7 @@ from tests.predict import onnx_models as om
 from tests.service import http2_client as h2
 from tests.service.conftest import eventually, settings_for
 from tests.service.reactor.test_calls import request
-from tests.service.reactor.test_traffic import Answer, Served, message
+from tests.service.reactor.test_traffic import Answer, Served, in_json, message
 from tierstore.engine.store import Store
 from tierstore.service.rpc.messages import CODES
 from tierstore.service.rpc.protobuf import message_class
@@ -218,6 +218,17 @@ class OverHttp:
     @staticmethod
     def knows_lost(served: Served) -> bool:
         return bool(served.server.service.reactors.conns["lost"].any())
+
+
+class OverJson(OverHttp):
+    """The same with all tensors in the JSON, both ways."""
+
+    def send(self, asked: Drawn, *headers: tuple[str, str]) -> None:
+        more: dict[str, Any] = {} if asked.id is None else {"id": asked.id}
+        more |= {} if asked.timeout_us is None else {"parameters": {"timeout": asked.timeout_us}}
+        lines = [f"{name}: {value}" for name, value in headers]
+        path = f"/v2/models/{asked.model}/infer"
+        self._socket.sendall(in_json(asked.inputs, asked.outputs, *lines, path=path, **more))
 
 
 class GrpcAnswer:

@@ -21,6 +21,7 @@ from tests.service.reactor.prediction_scenes import (
     Drawn,
     OverGrpc,
     OverHttp,
+    OverJson,
     Wire,
     add_large,
     ask,
@@ -48,7 +49,7 @@ from tierstore.service.limits.shedding import WAITS_TOO_LONG
 from tierstore.service.server import ServerThread
 
 COUNT = int(os.environ.get("PREDICTIONS", 1500))
-WIRES = [OverHttp, OverGrpc]
+WIRES = [OverHttp, OverGrpc, OverJson]
 
 
 @pytest.fixture(params=WIRES)

@@ -15,7 +15,7 @@ from tierstore.access.rules import is_listed
 from tierstore.errors import InvalidInput, NotFound, Overloaded, shown
 from tierstore.service.context import PlanIndex, Service
 from tierstore.service.dataplane.inference import AnyRequest, Inference
-from tierstore.service.dataplane.plan import Plan
+from tierstore.service.dataplane.plan import Plan, Request
 from tierstore.service.dataplane.plan_cache import MOST_CACHED_BYTES
 from tierstore.service.dataplane.tensors import Elements
 from tierstore.service.exchange import DIRECT_BYTES, DIRECT_TEXT_BYTES
@@ -145,17 +145,17 @@ class InferMessage:
 
     def opened(self, inference: Inference) -> None:
         self._layout = _layout_of(self._parsed, self.model, inference.plan)
-        if self.teaches and self._service.plans is not None and self._tail is not None:
-            self._teach(self._service.plans, self._tail, inference)
+        if self.teaches and self._service.plans is not None and isinstance(self._parsed.request, Request):
+            self._teach(self._service.plans, inference)
 
-    def _teach(self, plans: PlanIndex, tail: memoryview, inference: Inference) -> None:
+    def _teach(self, plans: PlanIndex, inference: Inference) -> None:
         """Teach reactors to answer or begin requests like this one, or at least to refuse them if they would wait
         too long.
         """
         plan, view = inference.plan, inference.view
         if b"content-encoding" in self._headers:
             return
-        text = self._body[: len(self._body) - len(tail)]
+        text = self._body[: len(self._body) - len(self._tail or b"")]
         lesson = HttpLesson(self.model, self.version, text, self._parsed, self._layout)
         if may_learn(lesson, plan, view.predictor, self._service.batches):
             plans.learn(self.model, view, self.version, plan, lesson, None if plan.dense is None else _REFUSAL)

@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ import numpy.typing as npt
 from tierstore.engine.serving.epochs import Epochs
 from tierstore.kernels import epochs as atomics
 from tierstore.kernels.codec import address_of
-from tierstore.lookup import by_plan, cold_reads
+from tierstore.lookup import by_plan, cold_reads, json_answer
 from tierstore.reactor import layout as kernel
 from tierstore.threads import Thread
 from tierstore.types import Tier
@@ -69,6 +70,7 @@ class ColdReaders:
         predictions whose rows are complete, or -1; `queued_at`: the address of the number that wait in it.
         """
         self.shared["run_at"], self.shared["finish_at"] = by_plan.run.address, cold_reads.finish.address
+        self.shared["write_at"] = json_answer.write.address
         self._epochs.add_readers(self.jobs)
         inbox, self.outbox = open_pipe()
         offers, self._offers = open_pipe()
@@ -116,7 +118,7 @@ class ColdReaders:
             promoter.join()
         self._epochs.remove_readers(self.jobs)
         left = self.jobs[(self.jobs["announced"] != 0) & (self.jobs["scoring"] == 0)]
-        for memory in (*left["block"].tolist(), *left["request"].tolist()):
+        for memory in chain(*left[["block", "request", "text_at"]].tolist()):
             free(memory)
 
     @property

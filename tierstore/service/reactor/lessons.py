@@ -8,14 +8,17 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore.kernels.codec import address_of
-from tierstore.lookup import binding
+from tierstore.lookup import binding, json_answer
 from tierstore.lookup import plans as layout
 from tierstore.service.dataplane.inference import AnyRequest
-from tierstore.service.dataplane.plan import Plan, Request
-from tierstore.service.protocols.oip.json_request import InBody, InferRequest
+from tierstore.service.dataplane.plan import Plan
+from tierstore.service.protocols.oip.json_request import InferRequest
 from tierstore.service.protocols.oip.json_response import VALUE, ResponseLayout
+from tierstore.service.protocols.oip.shared_memory import Span
 from tierstore.service.reactor.variants import Pieces, has_room, leading_sizes
+from tierstore.wire import request_record
 from tierstore.wire.json import scan as json_scan
+from tierstore.wire.json.elements import GROWTH
 
 Logged = tuple[str, str, str | None]  # a method, a path, and the name of the status of success if it is not HTTP's
 
@@ -44,8 +47,8 @@ class Lesson(Protocol):
         form.
         """
 
-    def is_binary(self) -> bool:
-        """Whether all inputs in the request, and all outputs in the answer, are bytes."""
+    def is_plain(self) -> bool:
+        """Whether a reactor can read all inputs, and write all outputs: all of them as bytes, or all in the JSON."""
 
     @property
     def request(self) -> AnyRequest:
@@ -60,7 +63,7 @@ class Lesson(Protocol):
 
 def size_value(output: int, which: int) -> int:
     """The number of the value for a size of an output: its first (0) or second (1) size."""
-    return binding.OUTPUT.bytes // 8 * output + which
+    return (binding.VALUES.offset("outputs") + binding.OUTPUT.bytes * output) // 8 + which
 
 
 def bytes_value(output: int) -> int:
@@ -103,24 +106,25 @@ class HttpLesson:
         self._text, self._parsed, self._answer = text, parsed, answer
 
     def scan(self, record: int, structure: int) -> int:
-        data = np.frombuffer(self._text, np.uint8)
-        return int(json_scan.scan(address_of(data), len(data), record, structure))
+        text = np.frombuffer(self._text, np.uint8)
+        data = np.empty(GROWTH * len(text) + 1, np.uint8)
+        return json_scan.scan(address_of(text), len(text), record, address_of(data), structure)
 
     @property
     def request(self) -> AnyRequest:
         return self._parsed.request
 
-    def is_binary(self) -> bool:
+    def is_plain(self) -> bool:
         parsed, answer = self._parsed, self._answer
-        if not isinstance(parsed.request, Request) or answer.header is None or answer.tail_bytes is None:
+        if answer.late or answer.spans or any(type(source) is Span for source in parsed.sources):
             return False
-        if answer.spans or any(place is None for place in answer.positions):
-            return False
-        return all(type(source) is InBody for source in parsed.sources)
+        if answer.tail_bytes is not None:
+            return not answer.in_json
+        return bool(answer.in_json) and all(spec.datatype in json_answer.WRITTEN for spec in answer.specs)
 
     def pieces(self, plan: Plan) -> Pieces | None:
-        """Texts with the values behind them, for `binding.write_head`. The closing brace is not in it: an id may
-        come before that.
+        """Texts with the values behind them, for `binding.write_head` or `json_answer.write`. The closing brace is not in
+        it: an id may come before that.
         """
         return self._pieces(row_shapes(plan))
 
@@ -130,8 +134,14 @@ class HttpLesson:
     def _pieces(self, shapes: list[list[int]] | None) -> Pieces | None:
         if shapes is None:
             return None
-        values: list[int] = []
-        for i, shape in enumerate(shapes):
-            values += [*(~size for size in shape if size < 0), bytes_value(i)]
+        values: list[
+            tuple[int, int]
+        ] = []  # what follows a text: a value; or the elements of an output, and their datatype
+        for i, (spec, shape) in enumerate(zip(self._answer.specs, shapes, strict=True)):
+            values += [(~size, 0) for size in shape if size < 0]
+            in_json = bool(self._answer.in_json)
+            values.append((i, 1 + request_record.DATATYPES.index(spec.datatype)) if in_json else (bytes_value(i), 0))
         texts = self._answer.texts_around([[VALUE if size < 0 else size for size in shape] for shape in shapes])
-        return list(zip(texts, [*values, binding.NONE], strict=True)) if has_room(texts, len(values)) else None
+        if not has_room(texts, len(values)):
+            return None
+        return [(text, *value) for text, value in zip(texts, [*values, (binding.NONE, 0)], strict=True)]

@@ -18,6 +18,7 @@ from tierstore.service.reactor.streams import most_message
 from tierstore.wire import request_record
 from tierstore.wire.http1 import head as http1_head
 from tierstore.wire.http2 import layout as http2_layout
+from tierstore.wire.json import scan as json_scan
 
 _LINE = 64  # bytes of a cache line
 
@@ -29,6 +30,8 @@ def areas() -> dict[str, int]:
         "messages": kernel.MESSAGES * kernel.MESSAGE_BYTES,
         "buffer": kernel.BUFFER_BYTES + _LINE,
         "answer": kernel.HEAD_ROOM + by_plan.MOST_WORK_BYTES + _LINE,
+        "data": json_scan.DATA_BYTES,
+        "text": kernel.MOST_TEXT_BYTES,
         "states": by_plan.MOST_KEYS + _LINE,
         "scratch": by_plan.SCRATCH_BYTES,
         "date": _LINE,

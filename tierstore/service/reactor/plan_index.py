@@ -2,8 +2,9 @@
 (`lookup/plans.py`).
 
 `PlanIndex.learn` is called when Python has planned a request, and keeps the plan of its structure if a reactor can run
-it: look-ups of rows and bags with binary keys in the body and binary outputs, and predictions of scores alone, whose
-graph a thread of Python runs (`predictions.py`). For other predictions it notes that a reactor can refuse them.
+it: look-ups of rows and bags, and predictions of scores alone, whose graph a thread of Python runs
+(`predictions.py`), with all outputs binary or all in JSON. For other predictions it notes that a reactor can refuse
+them.
 `learn_rows` does it for a front's requests for rows (`lookup/front_rows.py`), with one plan for all requests of a
 table, version and line. The number of plans is bounded; the least recently used of its set makes room. Plans learned
 in a second are bounded too, so that a client that sends a new structure each time costs no more than Python's answers.
@@ -327,7 +328,7 @@ class PlanIndex:
     def _variant(self, token: int, view: Any, plan: Plan, lesson: Lesson, version: Version) -> _Variant | None:
         """The variant; None if a reactor cannot answer, or there is no room for a table or its counts."""
         tables = view.open_version.tables
-        if not is_runnable(plan) or not lesson.is_binary():
+        if not is_runnable(plan) or not lesson.is_plain():
             return None
         pieces = lesson.pieces(plan)
         if pieces is None:

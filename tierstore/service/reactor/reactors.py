@@ -32,7 +32,7 @@ from tierstore.engine.serving.epochs import Epochs
 from tierstore.kernels import epochs as atomics
 from tierstore.kernels import sysio
 from tierstore.kernels.codec import address_of
-from tierstore.lookup import by_plan, front_rows
+from tierstore.lookup import by_plan, front_rows, json_answer
 from tierstore.lookup import cold_reads as cold_read_kernels
 from tierstore.open_files import may_open
 from tierstore.reactor import calls as reactor_calls
@@ -52,6 +52,7 @@ from tierstore.service.reactor.silent import SilentConnections
 from tierstore.service.reactor.streams import StreamReceiver, Streams
 from tierstore.service.reactor.tls_rows import TlsRows
 from tierstore.threads import Thread
+from tierstore.wire.json import scan as json_scan
 
 logger = logging.getLogger(__name__)
 
@@ -267,7 +268,8 @@ class Reactors:
             lines=address_of(self._lines), line=address_of(self._lines[number:]),
             jobs=address_of(cold.jobs), free_jobs=address_of(cold.free_jobs[number:]), readers=address_of(cold.shared),
             counts=self.counts_at[number], table_counts=self.table_counts_at[number],
-            run=by_plan.run.address, finish=cold_read_kernels.finish.address, **places,
+            run=by_plan.run.address, finish=cold_read_kernels.finish.address, scan=json_scan.fill.address,
+            write=json_answer.write.address, **places,
         )  # fmt: skip
 
     def count_in(self, versions: npt.NDArray[np.int64], tables: npt.NDArray[np.int64]) -> None:

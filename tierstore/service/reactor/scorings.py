@@ -60,9 +60,9 @@ class Unfit(Exception):
 
 
 def can_score(lesson: Lesson, plan: Plan, session: DenseSession | None) -> bool:
-    """Whether a reactor can begin predictions of this structure, of any sizes: only scores, binary both ways."""
+    """Whether a reactor can begin predictions of this structure, of any sizes: only scores."""
     dense = plan.dense
-    if session is None or dense is None or plan.numbers is not None or not lesson.is_binary():
+    if session is None or dense is None or plan.numbers is not None or not lesson.is_plain():
         return False
     if len(plan.specs) != len(dense.positions) or any(not spec.fixed for spec in plan.specs):
         return False

@@ -25,7 +25,7 @@ from tierstore.service.dataplane.plan import Call, OutputSpec, Plan
 
 FOUND = ".found"
 Words = npt.NDArray[Any]
-Pieces = list[tuple[bytes, int]]  # of an answer: texts, each with what its writer puts behind it, or NONE
+Pieces = list[tuple[bytes, int, int]]  # of an answer: texts, each with what its writer puts behind it (`layout.PIECE`)
 
 
 def address(data: bytes) -> int:
@@ -87,10 +87,10 @@ def _variant_words(
         _planned_call(call, of, order.index(call.table.name), row)
         for call, of, row in zip(plan.calls, rows, counts[1:], strict=True)
     ]
-    text = b"".join(text for text, _ in pieces)
+    text = b"".join(text for text, *_ in pieces)
     at, texts = address(text), []
-    for piece, value in pieces:
-        texts.append((at, len(piece), value))
+    for piece, *behind in pieces:
+        texts.append((at, len(piece), *behind))
         at += len(piece)
     # one array of calls, bytes of elements and texts: making an array and getting its address costs more than its
     # numbers
@@ -106,6 +106,7 @@ def _variant_words(
         calls=calls_at,
         output_bytes=elements_at,
         texts=elements_at + 8 * len(elements),
+        as_json=int(any(datatype for *_, datatype in pieces)),
         **more,
     )
     return words, [text, numbers]

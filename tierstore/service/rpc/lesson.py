@@ -41,7 +41,7 @@ class MessageLesson:
     def request(self) -> Request:
         return self._parsed.request
 
-    def is_binary(self) -> bool:
+    def is_plain(self) -> bool:
         parsed = self._parsed
         return all(type(source) is Raw for source in parsed.sources) and not any(parsed.targets)
 
@@ -56,18 +56,18 @@ class MessageLesson:
         if shapes is None:
             return None
         head = _Response(model_name=self._parsed.model, model_version=str(plan.version))
-        pieces: Pieces = [(head.SerializeToString(), len(shapes))]
+        pieces: Pieces = [(head.SerializeToString(), len(shapes), 0)]
         for spec, shape in zip(plan.specs, shapes, strict=True):
-            sizes, text = list[tuple[bytes, int]](), b""
+            sizes, text = list[tuple[bytes, int, int]](), b""
             for size in shape:
                 if size >= 0:
                     text += varint(size)
                 else:
-                    sizes.append((text, ~size))
+                    sizes.append((text, ~size, 0))
                     text = b""
             if text:
-                sizes.append((text, binding.NONE))
+                sizes.append((text, binding.NONE, 0))
             described = _Output(name=spec.name, datatype=spec.datatype)
-            pieces += [*sizes, (described.SerializeToString(), len(sizes))]
+            pieces += [*sizes, (described.SerializeToString(), len(sizes), 0)]
         values = sum(size < 0 for shape in shapes for size in shape)
-        return pieces if has_room((text for text, _ in pieces), values) else None
+        return pieces if has_room((text for text, *_ in pieces), values) else None

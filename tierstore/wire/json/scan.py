@@ -1,16 +1,17 @@
 """The scanner of JSON inference requests (Open Inference Protocol): JSON in, a record out (`wire/request_record.py`).
 
-It reads only the JSON of look-ups and predictions with binary tensors:
+It reads only the JSON of look-ups and predictions whose tensors all are binary, or all are in the JSON:
 
     request      { "id": text, "parameters": {…}, "inputs": [tensor, …], "outputs": [tensor, …] }   in any order
-    tensor       { "name": text, "datatype": text, "shape": [number, …], "parameters": {…} }
+    tensor       { "name": text, "datatype": text, "shape": [number, …], "parameters": {…}, "data": [element, …] }
+    data         of an input: elements as `elements.py` reads them, flat, or in lists as its shape says
     parameters   binary_data_size, timeout: number; binary_data, binary_data_output: true or false; dtype, combiner: text
     text         printable ASCII without \\ and "; an id may have the escapes that JSON's writers write, and other characters
     number       digits, without leading zeros
 
 Unknown members, which the protocol ignores, are skipped if they are a text, an integer, true, false or null. All other JSON is not of this FORM: a
-member that comes twice, data in the JSON, shared memory, an escape in a name, an exponent. Then the full parser gets the same bytes. Nothing is
-guessed: SCANNED JSON means the same to every reader of JSON.
+member that comes twice, shared memory, an escape in a name, a size with an exponent. Then the full parser gets the same bytes. Nothing is guessed:
+SCANNED JSON means the same to every reader of JSON.
 
 Free functions of addresses, nogil. `tests/wire/test_json_scan.py` compares with a twin in Python.
 """
@@ -22,7 +23,9 @@ from typing import Any
 import numba as nb
 from numba import types
 
-from tierstore.kernels import HTTP, compiled
+from tierstore.kernels import HTTP, compiled, compiled_c
+from tierstore.kernels.raw import call_at
+from tierstore.wire.json.elements import GROWTH, elements_at, pass_lists
 from tierstore.wire.json.text import (
     CLOSE,
     CLOSE_LIST,
@@ -60,7 +63,8 @@ from tierstore.wire.request_record import (
     write_structure,
 )
 
-MOST_TEXT_BYTES = 1 << 16
+MOST_TEXT_BYTES = 1 << 19  # of numbers some 25,000; a reactor reads it in about a millisecond
+DATA_BYTES = GROWTH * MOST_TEXT_BYTES  # the most that elements in it take
 
 # known members, by their place in a list
 _REQUEST, _REQUEST_FROM = names_of("id", "parameters", "inputs", "outputs")
@@ -144,25 +148,61 @@ def _shape(text, i, n, row):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _tensor(text, i, n, row):  # type: ignore[no-untyped-def]
-    """Read a tensor's description into a row. Returns what follows, or -1."""
+def _is_shaped(row, record):  # type: ignore[no-untyped-def]
+    """Whether the lists that were read are flat, or of the shape in the row. Binding compares the number of elements."""
+    if record.depth > 1:
+        if record.depth != row.rank:
+            return False
+        for k in range(row.rank):
+            if record.sizes[k] != row.dims[k]:
+                return False
+    return True
+
+
+@nb.njit
+def _elements(text, i, n, row, data, record):  # type: ignore[no-untyped-def]
+    """Read the elements of an input, whose datatype is known, behind those of others. Returns what follows, or -1."""
+    if row.size != NO_SIZE:
+        return -1  # binary data too
+    at = record.data_bytes
+    i, end = elements_at(text, i, n, row.datatype, data + at, record)
+    row.at, row.size = at, end - data - at
+    record.data_bytes = end - data
+    record.in_json += 1
+    return i
+
+
+@nb.njit
+def _tensor(text, i, n, row, data, record):  # type: ignore[no-untyped-def]
+    """Read a tensor into a row, its elements to the address `data`; 0: it must have none. Returns what follows, or -1."""
     clear_row(row)
     if not is_there(text, i, n, OPEN):
         return -1
     i, seen, over = skip_blanks(text, i + 1, n), 0, False
+    later = -1  # where elements are that came before their datatype
     while not over:
         at, size, i = member_at(text, i, n)
         if i < 0:
             return -1
         which = place_of(text, at, size, _TENSOR, _TENSOR_FROM)
-        if which > 3 or (which >= 0 and seen & (1 << which)):
+        if (which == 4 and data == 0) or (which >= 0 and seen & (1 << which)):
             return -1
         if which < 0:
             i = pass_over(text, i, n)
         elif which == 2:
             i = _shape(text, i, n, row)
         elif which == 3:
+            size_of_data, row.size = row.size, NO_SIZE
             i = _parameters(text, i, n, row)
+            if size_of_data != NO_SIZE:
+                if row.size != NO_SIZE:
+                    return -1  # both data and the size of binary data
+                row.size = size_of_data
+        elif which == 4:
+            if row.datatype != 0:
+                i = _elements(text, i, n, row, data, record)
+            else:
+                later, i = i, pass_lists(text, i, n)
         else:
             end = text_end(text, i, n)
             if end <= i + 1:
@@ -180,12 +220,19 @@ def _tensor(text, i, n, row):  # type: ignore[no-untyped-def]
         if i < 0:
             return -1
         i, over = next_at(text, i, n, CLOSE)
-    return i if seen & 1 else -1
+    if seen & 1 == 0:
+        return -1
+    if seen & 16:
+        if later >= 0 and (row.datatype == 0 or _elements(text, later, n, row, data, record) < 0):
+            return -1
+        if not _is_shaped(row, record):
+            return -1
+    return i
 
 
 @nb.njit
-def _tensors(text, i, n, record, of_outputs):  # type: ignore[no-untyped-def]
-    """Read a list of tensors, inputs or outputs, into the rows behind the existing ones. Returns what follows, or -1."""
+def _tensors(text, i, n, record, of_outputs, data):  # type: ignore[no-untyped-def]
+    """Read a list of tensors, inputs or outputs, into the rows behind the existing ones; elements of inputs to `data`. Returns what follows, or -1."""
     if of_outputs:
         which, after = word_at(text, i, n)
         if which == NULL:
@@ -199,7 +246,7 @@ def _tensors(text, i, n, record, of_outputs):  # type: ignore[no-untyped-def]
         if (record.outputs if of_outputs else record.inputs) == MOST_TENSORS:
             return -1
         number = 1 + record.inputs + record.outputs
-        i = _tensor(text, i, n, row_at(record, number))
+        i = _tensor(text, i, n, row_at(record, number), nb.int64(0) if of_outputs else data, record)
         if i < 0:
             return -1
         if of_outputs:
@@ -212,22 +259,24 @@ def _tensors(text, i, n, record, of_outputs):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _finish_inputs(record):  # type: ignore[no-untyped-def]
-    """Note where the bytes of each input are. False if the description of an input is incomplete."""
+    """Note where the bytes of each binary input are. False if the description of an input is incomplete, or only some are binary."""
+    if record.in_json != 0 and record.in_json != record.inputs:
+        return False
     at = nb.int64(0)
     for i in range(record.inputs):
         row = row_at(record, 1 + i)
         size = row.size
         if size == NO_SIZE or size > MOST_SIZE or row.datatype == 0 or row.rank == 0:
             return False
-        row.at = at
+        if record.in_json == 0:
+            row.at = at
         at += size
     record.data_bytes = at
     return True
 
 
 @nb.njit
-def scan_at(text, n, record):  # type: ignore[no-untyped-def]
-    """Fill a record from `n` bytes of JSON at `text`. Returns SCANNED, or NOT_OF_FORM with the record undefined."""
+def _scan(text, n, record, data):  # type: ignore[no-untyped-def]
     begin(record)
     own, i = row_at(record, 0), skip_blanks(text, 0, n)
     if n > MOST_TEXT_BYTES or not is_there(text, i, n, OPEN):
@@ -256,13 +305,13 @@ def scan_at(text, n, record):  # type: ignore[no-untyped-def]
             i = _parameters(text, i, n, own)
         elif which == 2:
             inputs_at = i
-            i = _tensors(text, i, n, record, False)
+            i = _tensors(text, i, n, record, False, data)
         elif inputs_at < 0:  # outputs before inputs: read them again after the inputs
             outputs_at = i
-            i = _tensors(text, i, n, record, True)
+            i = _tensors(text, i, n, record, True, data)
             record.outputs = 0
         else:
-            i = _tensors(text, i, n, record, True)
+            i = _tensors(text, i, n, record, True, data)
         if which >= 0:
             seen |= 1 << which
         if i < 0:
@@ -271,14 +320,26 @@ def scan_at(text, n, record):  # type: ignore[no-untyped-def]
     if i < 0 or skip_blanks(text, i, n) != n or inputs_at < 0:
         return NOT_OF_FORM
     if outputs_at >= 0:
-        _tensors(text, outputs_at, n, record, True)
+        _tensors(text, outputs_at, n, record, True, data)
     return SCANNED if _finish_inputs(record) else NOT_OF_FORM
 
 
-@compiled(types.int64(types.int64, types.int64, types.int64, types.int64), when=HTTP)
-def scan(text: Any, n: Any, record: Any, structure: Any) -> Any:
-    """For Python: scan `n` bytes of JSON at an address, and write the structure. Returns its bytes; 0 where the JSON is not of the form."""
-    record = record_at(record)
-    if scan_at(text, n, record) != SCANNED:
+@compiled_c(types.int64(*[types.int64] * 6), when=HTTP)
+def fill(text: Any, n: Any, record: Any, data: Any, _a: Any, _b: Any) -> Any:
+    """Fill a record from `n` bytes of JSON at `text`, and GROWTH times as many bytes at `data` with the elements that are in it.
+
+    Returns SCANNED, or NOT_OF_FORM with the record undefined.
+    """
+    return _scan(text, n, record_at(record), data)
+
+
+@compiled(types.int64(*[types.int64] * 6), when=HTTP)
+def _scan_for_python(filler: Any, text: Any, n: Any, record: Any, data: Any, structure: Any) -> Any:
+    if call_at(filler, text, n, record, data, 0, 0) != SCANNED:
         return 0
-    return write_structure(record, structure)
+    return write_structure(record_at(record), structure)
+
+
+def scan(text: int, n: int, record: int, data: int, structure: int) -> int:
+    """`fill` for Python, and the structure, MOST_STRUCTURE_BYTES. Returns its bytes; 0 where the JSON is not of the form."""
+    return int(_scan_for_python(fill.address, text, n, record, data, structure))

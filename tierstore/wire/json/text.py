@@ -14,7 +14,7 @@ from tierstore.kernels.raw import load_u8
 MOST_ID_BYTES = 256
 _MOST_DIGITS = 18
 
-OPEN, CLOSE, OPEN_LIST, CLOSE_LIST, _QUOTE, _COLON, _COMMA, _BACKSLASH = b'{}[]":,\\'
+OPEN, CLOSE, OPEN_LIST, CLOSE_LIST, QUOTE, _COLON, COMMA, BACKSLASH = b'{}[]":,\\'
 _MINUS, _ZERO, _NINE = b"-09"
 
 
@@ -30,7 +30,7 @@ TRUE, FALSE, NULL = range(3)
 # bytes of texts: 1 allowed in all texts; 2 allowed in ids only (UTF-8, which is checked separately)
 _IN_TEXT = np.zeros(256, np.uint8)
 _IN_TEXT[32:127] = 1
-_IN_TEXT[[_QUOTE, _BACKSLASH]] = 0
+_IN_TEXT[[QUOTE, BACKSLASH]] = 0
 _ESCAPED = np.zeros(256, np.uint8)
 _ESCAPED[np.frombuffer(b'"\\bfnrt', np.uint8)] = 1  # escapes that are written back unchanged
 
@@ -64,12 +64,12 @@ def place_of(text, at, size, names, begins):  # type: ignore[no-untyped-def]
 @nb.njit(inline="always")
 def text_end(text, i, n):  # type: ignore[no-untyped-def]
     """The closing quote of the text whose opening quote is at `i`; -1 for another form."""
-    if i >= n or load_u8(text, i) != _QUOTE:
+    if i >= n or load_u8(text, i) != QUOTE:
         return -1
     i += 1
     while i < n and _IN_TEXT[load_u8(text, i)] != 0:
         i += 1
-    return i if i < n and load_u8(text, i) == _QUOTE else -1
+    return i if i < n and load_u8(text, i) == QUOTE else -1
 
 
 @nb.njit
@@ -101,13 +101,13 @@ def is_utf8(at, n):  # type: ignore[no-untyped-def]
 @nb.njit
 def id_end(text, i, n):  # type: ignore[no-untyped-def]
     """`text_end` for an id."""
-    if i >= n or load_u8(text, i) != _QUOTE:
+    if i >= n or load_u8(text, i) != QUOTE:
         return -1
     begin_at, other = i + 1, False
     i += 1
-    while i < n and load_u8(text, i) != _QUOTE:
+    while i < n and load_u8(text, i) != QUOTE:
         byte = load_u8(text, i)
-        if byte == _BACKSLASH:
+        if byte == BACKSLASH:
             i += 1
             if i >= n or _ESCAPED[load_u8(text, i)] == 0:
                 return -1
@@ -152,7 +152,7 @@ def pass_over(text, i, n):  # type: ignore[no-untyped-def]
     """Skip the value at `i`. Returns what follows; -1 for another form."""
     if i >= n:
         return -1
-    if load_u8(text, i) == _QUOTE:
+    if load_u8(text, i) == QUOTE:
         end = text_end(text, i, n)
         return -1 if end < 0 else end + 1
     which, after = word_at(text, i, n)
@@ -187,7 +187,7 @@ def is_there(text, i, n, byte):  # type: ignore[no-untyped-def]
 def next_at(text, i, n, close):  # type: ignore[no-untyped-def]
     """Read the separator behind a member or element: (the place of the next one, or of what follows `close`; whether it was `close`)."""
     i = skip_blanks(text, i, n)
-    if is_there(text, i, n, _COMMA):
+    if is_there(text, i, n, COMMA):
         return skip_blanks(text, i + 1, n), False
     if is_there(text, i, n, close):
         return i + 1, True

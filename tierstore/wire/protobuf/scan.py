@@ -43,7 +43,7 @@ from tierstore.wire.request_record import (
     write_structure,
 )
 
-MOST_DESCRIPTION_BYTES = 1 << 16  # of a message without its raw tensors
+MOST_DESCRIPTION_BYTES = 1 << 18  # of a message without its raw tensors
 
 _VARINT, _FIXED64, _BYTES = 0, 1, 2  # types on the wire
 # tags, a byte each: a field's number and type

@@ -30,22 +30,22 @@ class ResponseLayout:
 
     __slots__ = (
         "_document",
-        "_in_json",
-        "_specs",
         "begin",
         "header",
+        "in_json",
         "json_bytes",
         "late",
         "positions",
         "spans",
+        "specs",
         "tail_begin",
         "tail_bytes",
     )
 
     def __init__(self, parsed: InferRequest, model: str, plan: Plan) -> None:
-        self._specs: list[OutputSpec] = plan.specs
+        self.specs: list[OutputSpec] = plan.specs
         self.positions: list[int | None] = []  # of the outputs in the buffer; None: elsewhere
-        self._in_json: list[int] = []
+        self.in_json: list[int] = []
         self.spans: list[tuple[int, Span]] = []
         self.json_bytes = 0  # of elements that go into the JSON
         at = 0
@@ -64,7 +64,7 @@ class ResponseLayout:
                 binary_any, position = True, at
                 at += spec.nbytes
             else:
-                self._in_json.append(i)
+                self.in_json.append(i)
                 self.json_bytes += spec.nbytes
             self.positions.append(position)
             outputs.append(output)
@@ -73,7 +73,7 @@ class ResponseLayout:
         if parsed.id is not None:
             self._document["id"] = parsed.id
         self.late = not all(spec.fixed for spec in plan.specs)
-        self.header = None if self._in_json or self.late else orjson.dumps(self._document)
+        self.header = None if self.in_json or self.late else orjson.dumps(self._document)
         # where the JSON begins in the buffer, so that the outputs behind it are aligned as malloc aligns the buffer
         self.begin = -len(self.header) % _ALIGNMENT if self.header is not None else 0
         self.tail_begin = 0 if self.header is None else self.begin + len(self.header)
@@ -81,10 +81,10 @@ class ResponseLayout:
     def check_spans(self, regions: Regions) -> None:
         """InvalidInput if an output does not fit the span that the client named."""
         if self.spans:
-            check_outputs(self.spans, self._specs, regions)
+            check_outputs(self.spans, self.specs, regions)
 
     def allocate(self) -> ResponseBody:
-        return LateResponse(self, self._specs) if self.late else ResponseBuffer(self, self._specs, self.positions)
+        return LateResponse(self, self.specs) if self.late else ResponseBuffer(self, self.specs, self.positions)
 
     def binary(self) -> list[int]:
         """Outputs that go binary behind the JSON, in order."""
@@ -93,11 +93,12 @@ class ResponseLayout:
     def texts_around(self, shapes: list[list[Any]]) -> list[bytes]:
         """The JSON of an answer of these shapes, without an id and the closing brace, cut at its values.
 
-        The values are each VALUE in a shape, and the bytes of each output; all outputs are binary.
+        The values are each VALUE in a shape, and the bytes of each output; or its elements, if they are in the JSON. It
+        is the same for all outputs.
         """
+        more = {"data": VALUE} if self.in_json else {"parameters": {"binary_data_size": VALUE}}
         outputs = [
-            {**output, "shape": shape, "parameters": {"binary_data_size": VALUE}}
-            for output, shape in zip(self._document["outputs"], shapes, strict=True)
+            {**output, "shape": shape, **more} for output, shape in zip(self._document["outputs"], shapes, strict=True)
         ]
         document = {**self._document, "outputs": outputs}
         document.pop("id", None)
@@ -109,9 +110,9 @@ class ResponseLayout:
             return self.header
         outputs = [dict(output) for output in self._document["outputs"]]
         for i, output in enumerate(outputs):
-            if not self._specs[i].fixed:
+            if not self.specs[i].fixed:
                 output["shape"] = arrays[i].shape
-        for i in self._in_json:
+        for i in self.in_json:
             flat = arrays[i].reshape(-1)
             outputs[i]["data"] = flat.tolist() if flat.dtype.hasobject else flat
         for i, nbytes in (sizes or {}).items():
