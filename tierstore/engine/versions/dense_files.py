@@ -110,10 +110,10 @@ def heads_there(
     only if that was recorded: it may have been cut off.
     """
     brought = map(_head_of_record, disk.records()) if disk is not None else ()
-    for head in sorted({*graphs, *brought} - {None, *where.denses()}):
+    if missing := sorted({*graphs, *brought} - {None, *where.denses()}):
         raise Corruption(
-            f"{where.dense(head)} is missing, a dense part of the version: restore it, or drop the version and load it "
-            "again"
+            f"{where.dense(missing[0])} is missing, a dense part of the version: restore it, or drop the version "
+            "and load it again"
         )
     digests = {
         head: loaded.get(head) if disk is None else _digest(disk, head, loaded.get(head)) for head in where.denses()
