@@ -102,7 +102,7 @@ class ServiceSettings(BaseModel):
     admin_listen: str | None = Field(
         None,
         description="address `HOST:PORT` or `unix:PATH` of a listener for admin requests; then the other ports refuse "
-        "them. It serves everything else that HTTP does, too",
+        "them. It serves everything else that HTTP does, too, and has 64 connections of its own",
     )
     server: Literal["reactors", "uvicorn"] = Field(
         "reactors",

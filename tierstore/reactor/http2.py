@@ -222,6 +222,8 @@ def _sweep(me, fd, now, stall):  # type: ignore[no-untyped-def]
     s, row, limits = conn.session, conn.session.streams, me.limits
     is_kept = s.out_kept != 0
     cut, finishing = s.cut_ns, me.shared.mode >= FINISH
+    if finishing and is_kept and conn.deadline_ns > now + limits.finish_ns:
+        conn.deadline_ns = now + limits.finish_ns
     if (is_kept and (now > conn.deadline_ns or now - conn.moved_ns > stall)) or (
         cut != 0 and now - cut > limits.arrival_ns
     ):
@@ -235,7 +237,11 @@ def _sweep(me, fd, now, stall):  # type: ignore[no-untyped-def]
             until, state = row.deadline_ns, row.state
             arrives = state & (http2_layout.ENDED | http2_layout.AWAY) == 0
             if until != 0:
-                is_late = now > until - limits.stall_ns + stall
+                if not finishing:
+                    until -= limits.stall_ns - stall
+                elif until > now + limits.finish_ns:
+                    row.deadline_ns = until = now + limits.finish_ns
+                is_late = now > until
             else:
                 if arrives and finishing and row.seen == 0:
                     row.seen = now + limits.finish_ns  # the time by which it must have arrived
