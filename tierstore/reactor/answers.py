@@ -255,7 +255,7 @@ def bind_plan(me, variant, view, tail, since, more, began):  # type: ignore[no-u
 
 @nb.njit
 def look_up(me, plan, variant, view, tail, began, planned):  # type: ignore[no-untyped-def]
-    """Do the run in `me.bound`: write its rows into the answer's data, and its JSON if they go there; charge and count it. Returns the result of the run (`lookup/by_plan.py`)."""
+    """Do the run in `me.bound`: write its rows into the answer's data, or as JSON too, charge and count it. Returns the run's result (`by_plan.py`)."""
     data = me.answer + HEAD_ROOM
     came = call_at(me.run, me.bound, view, tail, data, me.states, me.scratch)
     if came == by_plan.COLD:

@@ -25,7 +25,7 @@ _ALL_ONES = (1 << 64) - 1
 
 def _power(base: int, k: int, bits: int, *, up: bool) -> int:
     """The first bits of base^k, rounded down or up."""
-    power = base ** abs(k)
+    power: int = base ** abs(k)
     spare = bits - power.bit_length()
     above, below = (
         (power << max(spare, 0), 1 << max(-spare, 0)) if k >= 0 else (1 << (bits + power.bit_length() - 1), power)
@@ -153,7 +153,6 @@ def float_at(text, i, n):  # type: ignore[no-untyped-def]
 
 # --- writing
 
-MOST_FLOAT32_BYTES = 24  # -1.17549435e-38 takes 15; digits are written eight at a time
 _FIRST_FIXED, _LAST_FIXED = -6, 12  # exponents of numbers that are written without one
 _BEFORE = int.from_bytes(b"0.000000", "little")  # in front of the digits of a number below 1
 
@@ -231,7 +230,7 @@ def _zeros(at, n):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def write_float32(at, number):  # type: ignore[no-untyped-def]
-    """Write the finite float32 at the address `number`. Returns what follows; of MOST_FLOAT32_BYTES any may be written to."""
+    """Write the finite float32 at the address `number`. Returns what follows; of 24 bytes any may be written to."""
     bits = load_u32(number, 0)
     store_u8(at, 0, nb.uint8(_MINUS))
     at += nb.int64(bits >> _U64(31))  # written over unless there is a sign
