@@ -122,6 +122,7 @@ def test_a_thousand_predictions_at_once_are_right_or_refused(tmp_path: Path, bat
             scores = [answer.document["outputs"][0]["data"] for answer in answers if answer.status == 200]
             assert len(scores) >= THREADS + QUEUE
             assert all(score == [1.0, 7.0] for score in scores)
+            server.service.refresh()  # counts of reactors too
             assert server.service.shed.of("queue_full") == CLIENTS - len(scores)
             eventually(lambda: server.service.inflight.used_bytes == 0, "everything is given back")
 
