@@ -319,6 +319,8 @@ def answer(me, fd, at, whole, last, began):  # type: ignore[no-untyped-def]
         data = bind_scores(me, variant)
         if data < 0:
             return VALUES
+        if as_json and data > MOST_AS_JSON:
+            return PREDICTION  # written as JSON they would keep others waiting
         begin = me.answer + HEAD_ROOM
         if not as_json:
             begin = binding.write_head(variant, me.record, me.values, data, closing, me.date, begin)

@@ -13,7 +13,7 @@ from tierstore.kernels.raw import call_at
 from tierstore.kernels.records import place
 from tierstore.kernels.sysio import allocate, monotonic_ns, release, write
 from tierstore.lookup import binding, by_plan, cold_reads, json_answer, plans
-from tierstore.reactor.connections import end, hold, notify, set_send_deadline
+from tierstore.reactor.connections import end, has_room, hold, notify, set_send_deadline
 from tierstore.reactor.layout import (
     BOUNDS,
     CLOSES,
@@ -97,6 +97,12 @@ def kept_bytes(me, variant):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
+def as_json_bytes(variant, data):  # type: ignore[no-untyped-def]
+    """The most bytes that `data` bytes of an answer take once more as JSON."""
+    return json_answer.GROWTH * data if variant.as_json != 0 else nb.int64(0)
+
+
+@nb.njit
 def keep(me, variant, job, at):  # type: ignore[no-untyped-def]
     """Keep for a job what lies in the reactor's own memory: data that came in JSON, and what an answer in JSON needs."""
     record = me.record
@@ -129,8 +135,11 @@ def make_job(me, fd, plan, variant, view, begin, probed, began, planned):  # typ
     codes = run + run_bytes
     # an answer in JSON may be long though its run, which may have codes, is short
     keeps_codes = probed or (variant.as_json != 0 and keys <= by_plan.MOST_KEYS)
-    more = codes + (8 * keys if keeps_codes else 0)
-    block = allocate(more + kept_bytes(me, variant))
+    more, kept = codes + (8 * keys if keeps_codes else 0), kept_bytes(me, variant)
+    held = head + data + kept + as_json_bytes(variant, data)
+    if held > head + data and not has_room(me, held):
+        return nb.int64(-1)
+    block = allocate(more + kept)
     if block == 0:
         return nb.int64(-1)
     copy_bytes(block, begin, head + (data if probed else 0))
@@ -139,12 +148,12 @@ def make_job(me, fd, plan, variant, view, begin, probed, began, planned):  # typ
         copy_bytes(block + states, me.states, keys)
     copy_bytes(block + codes, me.codes, more - codes)
     plans.run_at(block + run).codes_at = block + codes
-    add_at(place(me.shared, "inflight"), head + data)
+    add_at(place(me.shared, "inflight"), held)
     number, job = acquire_job(me)
     keep(me, variant, job, block + more)
     job.fd, job.serial, job.reactor = fd, connection_at(me.conns, fd).serial, me.number
     job.variant, job.of_view, job.run = variant, view, block + run
-    job.block, job.head_bytes, job.data_bytes, job.held_bytes = block, head, data, head + data
+    job.block, job.head_bytes, job.data_bytes, job.held_bytes = block, head, data, held
     job.rows, job.cold = block + head, 1
     job.states, job.keys = block + states, keys
     job.probed, job.scoring, job.began_ns, job.planned_ns = 1 if probed else 0, 0, began, planned
@@ -231,11 +240,8 @@ def reason_of(job):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _text_of(me, job, closing):  # type: ignore[no-untyped-def]
-    """(the block of a job's answer in JSON, where the answer begins in it, its bytes), and free the job's own block. The first is 0: no memory."""
-    written = job.text_at != 0 or cold_reads.write_answer(job, me.write)
+    """(the block of a job's answer in JSON, where the answer begins in it, its bytes), and free the job's own block."""
     release(job.block)
-    if not written:
-        return nb.int64(0), nb.int64(0), nb.int64(0)
     text = job.text_at + json_answer.HEAD_ROOM
     begin = binding.head_before(text, job.text_bytes, binding.NONE, closing, me.date)
     return job.text_at, begin, text + job.text_bytes - begin
@@ -245,6 +251,9 @@ def _text_of(me, job, closing):  # type: ignore[no-untyped-def]
 def finish_job(me, number):  # type: ignore[no-untyped-def]
     """Take back a finished HTTP/1.1 job. Returns its connection if there is an answer to send, or -1."""
     job = cold_reads.job_at(me.jobs, number)
+    unwritten = job.outcome == cold_reads.DONE and job.values != 0 and job.text_at == 0
+    if unwritten and not cold_reads.write_answer(job, me.write):  # before the job lets go of its variant
+        job.outcome = cold_reads.FOR_PYTHON
     answered = end_job(me, number)
     fd, block, size, held = job.fd, job.block, job.head_bytes + job.data_bytes, job.held_bytes
     row, begin = connection_at(me.conns, fd), block
@@ -260,10 +269,6 @@ def finish_job(me, number):  # type: ignore[no-untyped-def]
         return -1
     if job.values != 0:
         block, begin, size = _text_of(me, job, row.flags & CLOSES != 0)
-        if block == 0:
-            add_at(place(me.shared, "inflight"), -held)
-            end(me, fd, True)
-            return -1
     add_at(place(me.shared, "inflight"), begin + size - block - held)
     row.out_base, row.out_at, row.out_bytes, row.pieces, row.state = block, begin, size, 0, SENDING
     if row.lost != 0:

@@ -18,7 +18,7 @@ from tierstore.kernels.records import place
 from tierstore.kernels.sysio import allocate, monotonic_ns, release
 from tierstore.lookup import by_plan, cold_reads, plans, scoring
 from tierstore.reactor.connections import has_room
-from tierstore.reactor.jobs import acquire_job, give_away, keep, kept_bytes, read_cached
+from tierstore.reactor.jobs import acquire_job, as_json_bytes, give_away, keep, kept_bytes, read_cached
 from tierstore.reactor.layout import (
     BUSY,
     FULL,
@@ -78,7 +78,8 @@ def make_prediction(me, fd, plan, variant, view, tail, short, begin, data, of_re
     table_bytes, run_bytes = scoring.table_bytes(wanted, me.record), by_plan.run_bytes(run)
     more = kept_bytes(me, variant)
     size = head + data + 63 + table_bytes + answered + 7 + run_bytes + 9 * keys + 7 + more
-    if not has_room(me, size + of_request):
+    held = size + as_json_bytes(variant, data)
+    if not has_room(me, held + of_request):
         return BUSY, nb.int64(-1)
     block = allocate(size)
     if block == 0:
@@ -98,11 +99,11 @@ def make_prediction(me, fd, plan, variant, view, tail, short, begin, data, of_re
         by_plan.count_keys(run, tail, me.states, me.table_counts, TABLE_COUNT_WORDS)
     copy_bytes(block, begin, head)
     scoring.write_table(wanted, me.record, run, tail, me.values, rows, block + head, table)
-    add_at(place(me.shared, "inflight"), size)
+    add_at(place(me.shared, "inflight"), held)
     number, job = acquire_job(me)
     arrived = since if since > 0 else began
     job.fd, job.serial, job.reactor, job.variant = fd, connection_at(me.conns, fd).serial, me.number, variant
-    job.block, job.head_bytes, job.data_bytes, job.held_bytes = block, head, data, size
+    job.block, job.head_bytes, job.data_bytes, job.held_bytes = block, head, data, held
     job.table, job.keys, job.scoring = table, keys, wanted.number
     job.rows, job.cold, job.of_view = rows, 1 if cold else 0, view
     keep(me, variant, job, block + ((size - more) & ~7))

@@ -48,12 +48,13 @@ class Tls:
     def for_python(self) -> ssl.SSLContext:
         """The files for a server that uses Python's TLS, with only HTTP/1.1. They are read again for it as well."""
         if self._python is None:
-            made = self._python = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             made.minimum_version = ssl.TLSVersion.TLSv1_2
             made.set_alpn_protocols(["http/1.1"])
             if self._client_ca is not None:
                 made.verify_mode = ssl.CERT_REQUIRED
             self._load(made)
+            self._python = made
         return self._python
 
     def _load(self, context: ssl.SSLContext) -> None:

@@ -184,6 +184,18 @@ def test_an_answer_beyond_max_response_is_refused_as_python_does(alone: Served, 
     assert (answer.code, answer.text.startswith("the look-up takes")) == (wire.too_large, True)
 
 
+def test_scores_that_take_long_to_write_as_json_are_left_to_python(tmp_path: Path) -> None:
+    """A reactor that wrote them would keep the others waiting."""
+    with serving(tmp_path, linear()) as served:
+        warm(served, OverJson, one(3))
+        before = served.by_reactors
+        many = ask(served, OverJson, one(40_000)).scores
+        assert (len(many), served.by_reactors) == (40_000, before)
+        assert ask(served, OverJson, one(3)).scores == many[:3]
+        assert served.by_reactors == before + 1
+        idle(served)
+
+
 def test_a_graph_that_fails_is_told_and_the_next_is_answered(
     alone: Served, wire: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:

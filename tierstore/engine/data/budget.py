@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from tierstore.errors import Overloaded, TooLarge
@@ -115,17 +115,18 @@ class MemoryUser(Protocol):
 
 @dataclass(slots=True)
 class _LookedUp:
-    """The bytes of rows that a model was asked for: up to when they were counted, and lately."""
+    """The bytes of rows that a model was asked for lately. `counts`: what its open versions counted so far."""
 
     since_s: float
     at_s: float
-    count: int
     lately: float = 0.0
+    counts: dict[MemoryUser, int] = field(default_factory=dict)
 
-    def note(self, count: int, now_s: float) -> None:
+    def note(self, counts: dict[MemoryUser, int], now_s: float) -> None:
+        """A version that is new begins with its count: it has that of the past, in rows of its own size."""
         self.lately *= 0.5 ** ((now_s - self.at_s) / _SETTLED_S)
-        self.lately += max(0, count - self.count)
-        self.at_s, self.count = now_s, count
+        self.lately += max(0, *(count - self.counts.get(user, count) for user, count in counts.items()))
+        self.at_s, self.counts = now_s, counts
 
 
 class HostBudget:
@@ -209,14 +210,16 @@ class HostBudget:
 
     def _note_traffic(self) -> None:
         """Divide by the look-ups of late from now on, if that moves memory that is worth it."""
-        now_s, counts = self._clock(), dict[Hashable, int]()
+        now_s, counts = self._clock(), dict[Hashable, dict[MemoryUser, int]]()
         for user, model in self._models.items():
-            counts[model] = max(user.looked_up_bytes, counts.get(model, 0))
+            counts.setdefault(model, {})[user] = user.looked_up_bytes
         known = self._looked_up
-        self._looked_up = {model: known.get(model) or _LookedUp(now_s, now_s, count) for model, count in counts.items()}
-        for model, count in counts.items():
-            self._looked_up[model].note(count, now_s)
+        self._looked_up = {model: known.get(model) or _LookedUp(now_s, now_s) for model in counts}
+        for model, of_model in counts.items():
+            self._looked_up[model].note(of_model, now_s)
         traffic = {model: each.lately for model, each in self._looked_up.items() if now_s - each.since_s >= _SETTLED_S}
+        if sum(traffic.values()) <= _TELLING_BYTES < sum(self._traffic.values()):
+            return  # a quiet night changes nothing
         before, after = self._deal(self._models), self._deal(self._models, traffic)
         if any(abs(share - before[user]) > _WORTH * before[user] for user, share in after.items()):
             self._traffic = traffic

@@ -64,8 +64,13 @@ class RecurringTasks:
 
     def _run_one(self, what: str, every_s: float) -> float:
         REQUESTER.set("housekeeping")
-        with self._running:
-            self.attempt(what, self._tasks[what])
+        if self._running.acquire(
+            blocking=False
+        ):  # else all tasks are being run, and waiting would take a thread from other models
+            try:
+                self.attempt(what, self._tasks[what])
+            finally:
+                self._running.release()
         return every_s
 
     def run(self) -> None:

@@ -36,7 +36,7 @@ class Tasks:
     def __init__(self, state: ModelState, opener: Opener, drops: Drops, stopping: Callable[[], bool]) -> None:
         self._state, self._opener, self._drops, self._stopping = state, opener, drops, stopping
         self._expiry = Expiry(state, stopping)
-        self._unfit: set[int] = set()  # kept versions that a delta of the log does not fit
+        self._unfit: dict[int, VersionInfo] = {}  # kept versions that a delta of the log does not fit, by number
 
     def by_problem(self) -> dict[str, Callable[[], None]]:
         """The tasks that the placement leaves to this node, in order, by the text for their failure."""
@@ -101,7 +101,8 @@ class Tasks:
         if number in self._state.live.served.versions:
             return max(info.watermark, start)  # a stale one goes on from where the log begins
         outdated = catalogue.is_outdated(number)
-        if catalogue.is_stale(info) or ((outdated or number in self._unfit) and not self._is_to_serve(number)):
+        is_unfit = self._unfit.get(number) is info  # and not another one with its number, loaded since
+        if catalogue.is_stale(info) or ((outdated or is_unfit) and not self._is_to_serve(number)):
             return None
         loaded = info.manifest.delta_seq
         return loaded if outdated and loaded >= start else info.watermark  # it is built again, as long as it can be
@@ -134,9 +135,9 @@ class Tasks:
                 try:
                     with self._opener.opened(info) as version:
                         catch_up(version, state.log, state.dense, lag=KEPT_LAG // 2)
-                    self._unfit.discard(info.number)
+                    self._unfit.pop(info.number, None)
                 except DeltaError as error:
-                    self._unfit.add(info.number)
+                    self._unfit[info.number] = info
                     if not self._is_to_serve(info.number):
                         log.info("model %s: the log is not kept for version %d: %s", state.name, info.number, error)
                         continue

@@ -132,7 +132,8 @@ class UvicornListener:
         self._task = asyncio.create_task(self._server.serve([]))  # its connections are accepted here
         while not self._server.started and not self._task.done():
             await asyncio.sleep(0.001)
-        self._listener.start()
+        if not self._ending:  # a stop may have come meanwhile
+            self._listener.start()
 
     def stop_accepting(self) -> None:
         """Accept no more, and end each connection with its next answer. Waiting connections are for other listeners."""
@@ -152,6 +153,7 @@ class UvicornListener:
 
     async def stop(self) -> None:
         """Return once requests in progress are answered, or their time is over."""
+        self.stop_accepting()
         self._remove_path()
         self._server.should_exit = True
         if self._task is not None:
@@ -183,9 +185,9 @@ class UvicornListener:
         return H11Protocol(self._config, self._server.server_state, {CONNECTION: connection})
 
     async def _open(self, sock: socket.socket, connection: BoundedConnection) -> None:
-        protocol = connection if self._tls is None else TlsTransport(self._tls.for_python(), connection)
         try:
+            protocol = connection if self._tls is None else TlsTransport(self._tls.for_python(), connection)
             await asyncio.get_running_loop().connect_accepted_socket(lambda: protocol, sock)
-        except OSError:  # the client has gone
+        except OSError:  # the client has gone, or the files of TLS cannot be read
             sock.close()
             connection.count_off()

@@ -46,7 +46,7 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
                 self._session.do_handshake()
                 self._is_made = True
                 self._protocol.connection_made(self)
-            while not self._is_ending:
+            while not self.is_closing():
                 if part := self._session.read(_READ_BYTES):
                     self._protocol.data_received(part)
                 else:  # the client has ended its side

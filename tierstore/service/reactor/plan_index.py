@@ -305,7 +305,7 @@ class PlanIndex:
         Called with the lock held.
         """
         tables, session = view.open_version.tables, view.predictor
-        if not can_score(lesson, plan, session):
+        if not can_score(lesson, plan, session) or len(plan.specs) > request_record.MOST_TENSORS:
             return None
         on_device = any(tables[call.table.name].device is not None for call in plan.calls)
         apart = on_device and view.rows_on(session) is not None
