@@ -251,6 +251,45 @@ def test_a_model_that_nobody_looks_up_gives_its_memory_to_one_that_is_looked_up_
     assert reserved(idle)[0] > 90 * mib
 
 
+def test_a_version_that_comes_brings_no_look_ups_of_the_past():
+    """The counts of its tables have those of all versions before, and its rows may be wider."""
+    mib, now_s = 1 << 20, [0.0]
+    budget = HostBudget(128 * mib, clock=lambda: now_s[0])
+    one, other = Holding(500 * mib), Holding(500 * mib)
+    for version in (one, other):
+        budget.admit(version)
+    for _ in range(60):
+        now_s[0] += 30
+        for each in (one, other):
+            each.looked_up_bytes += 100 * mib
+        budget.rebalance()
+    wider = Holding(500 * mib)
+    wider.looked_up_bytes = 1000 * one.looked_up_bytes
+    budget.admit(wider, one)
+    budget.release(one)
+    now_s[0] += 30
+    budget.rebalance()
+    assert [round(each / mib) for each in reserved(wider, other)] == [64, 64]
+
+
+def test_a_quiet_night_moves_no_memory():
+    mib, now_s = 1 << 20, [0.0]
+    budget = HostBudget(128 * mib, clock=lambda: now_s[0])
+    large, busy = Holding(900 * mib), Holding(100 * mib)
+    for version in (large, busy):
+        budget.admit(version)
+    for _ in range(60):
+        now_s[0] += 30
+        busy.looked_up_bytes += 100 * mib
+        budget.rebalance()
+    evening = reserved(large, busy)
+    assert evening[1] > 90 * mib
+    for _ in range(1000):
+        now_s[0] += 30
+        budget.rebalance()
+    assert reserved(large, busy) == evening
+
+
 def test_small_changes_of_traffic_move_no_memory():
     mib, now_s, moves = 1 << 20, [0.0], []
 
