@@ -150,8 +150,8 @@ def test_a_version_that_goes_while_a_request_reads_it_is_kept_by_no_check(
         assert view.version == 1
     del view
     assert store.model("ctr").state.retiring.wait_closed(1, WAIT_S)
-    gc.collect()
-    assert len(search._to_forget) == 0
+    # a thread in the background may have it in hand for a moment
+    scenes.eventually(lambda: gc.collect() >= 0 and len(search._to_forget) == 0, "nothing keeps it")
 
 
 def test_a_key_that_a_delta_revives_meanwhile_is_not_forgotten(

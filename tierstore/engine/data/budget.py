@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
+from weakref import WeakKeyDictionary
 
 from tierstore.errors import Overloaded, TooLarge
 
@@ -120,9 +121,9 @@ class _LookedUp:
     since_s: float
     at_s: float
     lately: float = 0.0
-    counts: dict[MemoryUser, int] = field(default_factory=dict)
+    counts: MutableMapping[MemoryUser, int] = field(default_factory=WeakKeyDictionary)
 
-    def note(self, counts: dict[MemoryUser, int], now_s: float) -> None:
+    def note(self, counts: MutableMapping[MemoryUser, int], now_s: float) -> None:
         """A version that is new begins with its count: it has that of the past, in rows of its own size."""
         self.lately *= 0.5 ** ((now_s - self.at_s) / _SETTLED_S)
         self.lately += max(0, *(count - self.counts.get(user, count) for user, count in counts.items()))
@@ -210,9 +211,9 @@ class HostBudget:
 
     def _note_traffic(self) -> None:
         """Divide by the look-ups of late from now on, if that moves memory that is worth it."""
-        now_s, counts = self._clock(), dict[Hashable, dict[MemoryUser, int]]()
+        now_s, counts = self._clock(), dict[Hashable, MutableMapping[MemoryUser, int]]()
         for user, model in self._models.items():
-            counts.setdefault(model, {})[user] = user.looked_up_bytes
+            counts.setdefault(model, WeakKeyDictionary())[user] = user.looked_up_bytes
         known = self._looked_up
         self._looked_up = {model: known.get(model) or _LookedUp(now_s, now_s) for model in counts}
         for model, of_model in counts.items():
