@@ -167,6 +167,7 @@ def test_a_budget_deals_again_among_tables_whose_needs_have_changed():
 
         def __init__(self, need: int) -> None:
             self.host_need_bytes, self.host_is_uneven, self.sizes = need, False, []
+            self.request_share, self.looked_up_bytes = 1.0, 0
 
         def attach_host(self, budget_bytes, limit_bytes, like):
             self.host_reserved_bytes = budget_bytes
