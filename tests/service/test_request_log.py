@@ -63,7 +63,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> Lines:
 def test_the_id_of_a_request_comes_back(
     http: httpx.Client, method: str, path: str, status: int, request_id: bytes
 ) -> None:
-    content = JSON if method == "POST" else None
+    content = {**JSON, "unread": []} if method == "POST" else None  # a list that nobody reads makes it Python's
     answer = http.request(method, path, headers={b"X-Request-Id": request_id}, json=content)
     assert answer.status_code == status, answer.text
     assert [value for name, value in answer.headers.raw if name.lower() == b"x-request-id"] == [request_id]
