@@ -77,11 +77,11 @@ def tensor(name: str, values: Any, datatype: str = "INT64") -> dict[str, Any]:
 
 
 def ask(keys: list[int], clicked: list[list[int]] | None = None, **more: Any) -> dict[str, Any]:
-    """A request for the model `ctr`: an item, clicks and an hour a row."""
+    """A request for the model `ctr`: an item, clicks and an hour a row. Python answers it: reactors do not skip a list that nobody reads."""
     clicked = [[key, key] for key in keys] if clicked is None else clicked
     hours = np.arange(2 * len(keys), dtype=np.float64).reshape(-1, 2) / 4 + keys[0]
     inputs = [tensor("item_id", keys), tensor("clicked", clicked), tensor("hour", hours, "FP32")]
-    return {"inputs": inputs, **more}
+    return {"inputs": inputs, "unread": [], **more}
 
 
 def ragged(keys: list[int], clicked: list[int], offsets: list[int]) -> dict[str, Any]:
