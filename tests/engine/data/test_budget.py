@@ -224,6 +224,16 @@ def test_what_cannot_shrink_is_not_taken_for_free():
     assert reserved(stiff, new) == [900, 100]
 
 
+def half_hour(budget: HostBudget, now_s: list[float], *asked: Holding) -> None:
+    """The versions that are asked for rows, 100 MiB each in 30 s."""
+    for _ in range(60):
+        now_s[0] += 30
+        for each in asked:
+            each.looked_up_bytes += 100 << 20
+        budget.rebalance()
+        assert budget.used <= budget.total
+
+
 def test_a_model_that_nobody_looks_up_gives_its_memory_to_one_that_is_looked_up_and_gets_it_back():
     mib, now_s = 1 << 20, [0.0]
     budget = HostBudget(128 * mib, clock=lambda: now_s[0])
@@ -233,21 +243,14 @@ def test_a_model_that_nobody_looks_up_gives_its_memory_to_one_that_is_looked_up_
     budget.rebalance()
     assert [round(each / mib) for each in reserved(idle, busy)] == [81, 47]
 
-    def half_hour(asked: Holding) -> None:
-        for _ in range(60):
-            now_s[0] += 30
-            asked.looked_up_bytes += 100 * mib
-            budget.rebalance()
-            assert budget.used <= budget.total
-
     now_s[0] += 540
     busy.looked_up_bytes = 100 * mib
     budget.rebalance()
     assert [round(each / mib) for each in reserved(idle, busy)] == [81, 47], "a new model may be asked yet"
-    half_hour(busy)
+    half_hour(budget, now_s, busy)
     assert reserved(idle)[0] < 6 * mib
     assert budget.used > 0.99 * budget.total
-    half_hour(idle)
+    half_hour(budget, now_s, idle)
     assert reserved(idle)[0] > 90 * mib
 
 
@@ -258,11 +261,7 @@ def test_a_version_that_comes_brings_no_look_ups_of_the_past():
     one, other = Holding(500 * mib), Holding(500 * mib)
     for version in (one, other):
         budget.admit(version)
-    for _ in range(60):
-        now_s[0] += 30
-        for each in (one, other):
-            each.looked_up_bytes += 100 * mib
-        budget.rebalance()
+    half_hour(budget, now_s, one, other)
     wider = Holding(500 * mib)
     wider.looked_up_bytes = 1000 * one.looked_up_bytes
     budget.admit(wider, one)
@@ -278,10 +277,7 @@ def test_a_quiet_night_moves_no_memory():
     large, busy = Holding(900 * mib), Holding(100 * mib)
     for version in (large, busy):
         budget.admit(version)
-    for _ in range(60):
-        now_s[0] += 30
-        busy.looked_up_bytes += 100 * mib
-        budget.rebalance()
+    half_hour(budget, now_s, busy)
     evening = reserved(large, busy)
     assert evening[1] > 90 * mib
     for _ in range(1000):
