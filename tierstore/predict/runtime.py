@@ -72,6 +72,7 @@ class Runtime:
         self._lock = threading.Lock()
         self._missing: list[str | None] = []  # set at the first dense part; guarded by _lock
         self.limits = RunLimits(settings.dense_timeout_s, _run_options)
+        self._as_specified: dict[PostTransform, bool] = {}  # of those that were tried; all sessions are made alike
         if self.placement.provider != CPU_PROVIDER:
             self._check_provider()
 
@@ -163,7 +164,9 @@ class Runtime:
         def answer(model: bytes) -> Any:
             return self._session(onnxruntime, model).run(None, {"x": np.zeros((1, 1), np.float32)})[0]
 
-        return tuple(one for one in sorted(transforms) if not is_as_specified(one, answer))
+        for one in transforms - self._as_specified.keys():
+            self._as_specified[one] = is_as_specified(one, answer)
+        return tuple(one for one in sorted(transforms) if not self._as_specified[one])
 
     def _session(self, onnxruntime: Any, model: bytes, may_go_on: Callable[[], None] = lambda: None) -> Any:
         session = make_session(onnxruntime, model, self._plan, may_go_on)
