@@ -21,6 +21,7 @@
 #   make dist    wheels in dist/, one of them with compiled kernels, which is installed into a fresh environment, where the demo runs
 #   make lock    requirements.lock: what a service is installed from, with hashes, in the versions that the tests ran with
 #   make sbom    dist/sbom.cdx.json: those packages as a bill of materials (CycloneDX)
+#   make hooks    format and lint at each commit (tools/hooks)
 #   make format  rewrite the code in the house format
 
 PYTHON ?= python3
@@ -57,7 +58,7 @@ SOURCES := tierstore tests $(wildcard benchmarks tools examples)
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test thorough test-all check format-check lint types docs-test image-test site site-tools fuzz bench bench-tfra bench-triton gpu-test bench-gpu gpu-bundle client-venvs test-valkey trainers engines older-trainers dist lock sbom format clean
+.PHONY: help venv demo test thorough test-all check format-check lint types docs-test image-test site site-tools fuzz bench bench-tfra bench-triton gpu-test bench-gpu gpu-bundle client-venvs test-valkey trainers engines older-trainers dist lock sbom format hooks clean
 
 help:
 	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
@@ -288,6 +289,9 @@ $(TRAINERS)/.installed: pyproject.toml
 format: $(STAMP)
 	$(BIN)/ruff check --fix-only $(SOURCES)
 	$(BIN)/ruff format $(SOURCES)
+
+hooks: $(STAMP)
+	git config core.hooksPath tools/hooks
 
 clean:
 	rm -rf $(VENV) $(CLIENTS) $(TRAINERS) build dist site site.pages .mypy_cache .pytest_cache .ruff_cache .hypothesis

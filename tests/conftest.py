@@ -27,6 +27,7 @@ settings.register_profile(
 settings.load_profile("patient")
 
 HERE = Path(__file__).parent
+STRUCTURE = HERE / "structure"  # reads sources, and runs none of them
 # Files that take longest, the longest first. With several processes the run is as long as the one that ends last.
 LONG = (
     "deploy/test_image", "ingest/test_resume", "engine/test_faults", "service/sources/test_kafka_real", "test_benchmarks",
@@ -51,7 +52,10 @@ def _compile(kernels: Path) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Compile all kernels before the tests, in several processes: else each test process would compile those that it calls."""
-    if not hasattr(config, "workerinput"):  # of pytest-xdist: one of its processes
+    only_read = config.option.collectonly or all(
+        Path(each.split("::")[0]).resolve() == STRUCTURE for each in config.args
+    )
+    if not hasattr(config, "workerinput") and not only_read:  # of pytest-xdist: one of its processes
         ahead.compile_all(len(os.sched_getaffinity(0)))
         if config.getoption("numprocesses", None):  # each of them would compile those of tests too, for half a minute
             files = sorted((HERE / "compiled").glob("[!_]*.py"), key=lambda file: -file.stat().st_size)

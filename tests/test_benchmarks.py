@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import http.server
 import json
 import math
@@ -11,6 +12,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 from contextlib import closing
 from pathlib import Path
@@ -45,22 +47,25 @@ REPORTED = "lookup_peers"  # that has figures with marks and tables of every kin
 TIMED = {"contender", "workload", "rows", "dim", "dtype", "batch", "threads", "keys_per_s", "p50_us", "p99_us", "ratio"}
 
 
-def tiny_run(folder: Path, *names: str) -> dict[str, Any]:
-    """The report of a tiny run of these."""
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks", "--tiny", "--only", *names, "--json", str(folder)],
-        cwd=ROOT, capture_output=True, text=True, timeout=290,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    document: dict[str, Any] = json.loads((folder / "report.json").read_text(encoding="utf-8"))
-    document["markdown"] = (folder / "report.md").read_text(encoding="utf-8")
-    return document
+@functools.cache
+def tiny_run(name: str) -> dict[str, Any]:
+    """The report of a tiny run, made once for all tests of it."""
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        done = subprocess.run(
+            [sys.executable, "-m", "benchmarks", "--tiny", "--only", name, "--json", made],
+            cwd=ROOT, capture_output=True, text=True, timeout=290,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+        document: dict[str, Any] = json.loads((folder / "report.json").read_text(encoding="utf-8"))
+        document["markdown"] = (folder / "report.md").read_text(encoding="utf-8")
+        return document
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def run() -> dict[str, Any]:
     """The report of a tiny run of one that has tables of every kind."""
-    return tiny_run(tmp_path_factory.mktemp("bench"), REPORTED)
+    return tiny_run(REPORTED)
 
 
 class Answering:
@@ -102,8 +107,8 @@ def test_the_suite_finds_what_is_there() -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", TINY)
-def test_every_benchmark_runs_and_is_in_the_report(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    run = request.getfixturevalue("run") if name == REPORTED else tiny_run(tmp_path, name)
+def test_every_benchmark_runs_and_is_in_the_report(name: str) -> None:
+    run = tiny_run(name)
     document = of(run, name)
     assert "failed" not in document
     assert document["machine"]
@@ -275,8 +280,8 @@ def in_production(results: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.thorough
-def test_wild_predictions_are_measured_in_production_and_beside_what_they_are_made_of(tmp_path: Path) -> None:
-    results = of(tiny_run(tmp_path, "wild_predict"), "wild_predict")["results"]
+def test_wild_predictions_are_measured_in_production_and_beside_what_they_are_made_of() -> None:
+    results = of(tiny_run("wild_predict"), "wild_predict")["results"]
     in_production(results)
     assert {row["part"] for row in results} == {"production", *networks.NETWORKS}
 
@@ -304,8 +309,8 @@ def test_values_are_compared_unless_a_delta_came_between() -> None:
 
 
 @pytest.mark.thorough
-def test_wild_traffic_is_what_it_says(tmp_path: Path) -> None:
-    results = of(tiny_run(tmp_path, "wild_lookup"), "wild_lookup")["results"]
+def test_wild_traffic_is_what_it_says() -> None:
+    results = of(tiny_run("wild_lookup"), "wild_lookup")["results"]
     assert {row["part"] for row in results} >= {"sizes", "wild", "strings"}
     in_production(results)
     for row in results:
@@ -317,8 +322,8 @@ def test_wild_traffic_is_what_it_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_costs_by_where_rows_are_are_measured_in_the_states_that_they_name(tmp_path: Path) -> None:
-    results = of(tiny_run(tmp_path, "tier_costs"), "tier_costs")["results"]
+def test_costs_by_where_rows_are_are_measured_in_the_states_that_they_name() -> None:
+    results = of(tiny_run("tier_costs"), "tier_costs")["results"]
     assert {row["part"] for row in results} == {
         f"{what}, {way}" for what in ("look-up of 64 keys", "prediction of 100 items") for way in ("HTTP", "gRPC")
     }

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.counts import with_large_counts
 from tests.sealed_files import write_sealed
 from tierstore.errors import Corruption, LoadCancelled, SnapshotError, StorageError
 from tierstore.formats.keys import as_codes
@@ -117,7 +118,9 @@ def one_table(root: Path, keys: Any, vectors: np.ndarray, *, shards: int = 1, na
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("rows", "workers", "shards"), [(300_000, 2, 3), (300_000, 1, 1), (5, 2, 2)])
+@pytest.mark.parametrize(
+    ("rows", "workers", "shards"), [(300_000, 2, 3), pytest.param(300_000, 1, 1, marks=with_large_counts), (5, 2, 2)]
+)
 def test_every_row_comes_out_once_in_files_that_overlap_nowhere(
     tmp_path: Path,
     out: Path,
@@ -218,6 +221,7 @@ def test_progress_counts_every_row_of_both_phases_and_comes_often(tmp_path: Path
     assert len(seen) <= 6 + 20 * (seen[-1][0] - seen[0][0])
 
 
+@with_large_counts
 @pytest.mark.thorough
 @pytest.mark.usefixtures("own_helpers")
 def test_a_helper_holds_its_share_of_memory_and_not_the_table(own_helpers: None, tmp_path: Path, out: Path) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.counts import few_or_many, with_large_counts
 from tierstore.errors import LoadCancelled, SnapshotError, StorageError
 from tierstore.formats.names import JOURNAL
 from tierstore.formats.snapshot.reader import open_snapshot
@@ -141,11 +142,11 @@ def killed(root: Path, out: Path, phase: str, count: int, *, base: str = "sealed
     [
         ("read", 4, "sealed", 400),
         ("join", 1, "sealed", 2),
-        ("write", 6, "sealed", 400),
+        pytest.param("write", 6, "sealed", 400, marks=with_large_counts),
         ("write", 6, "sealed", 2),
         ("write", 6, "rocksdb", 400),
         ("ingest", 0, "sealed", 400),
-        ("verify", 0, "sealed", 400),
+        pytest.param("verify", 0, "sealed", 400, marks=with_large_counts),
         ("verify", 0, "rocksdb", 400),
     ],
 )
@@ -196,15 +197,26 @@ def flip(path: Path) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("damage", [truncate, flip, Path.unlink])
 @pytest.mark.parametrize(
-    ("phase", "of", "base"),
-    [
-        ("read", "runs", "sealed"),
-        ("write", "files", "sealed"),
-        ("write", "runs", "sealed"),
-        ("write", "files", "rocksdb"),
-    ],
+    ("phase", "of", "base", "damage"),
+    few_or_many(
+        [
+            ("read", "runs", "sealed", Path.unlink),
+            ("write", "files", "sealed", flip),
+            ("write", "runs", "sealed", truncate),
+            ("write", "files", "rocksdb", flip),
+        ],
+        [
+            (phase, of, base, damage)
+            for phase, of, base in (
+                ("read", "runs", "sealed"),
+                ("write", "files", "sealed"),
+                ("write", "runs", "sealed"),
+                ("write", "files", "rocksdb"),
+            )
+            for damage in (truncate, flip, Path.unlink)
+        ],
+    ),
 )
 def test_what_is_damaged_of_it_is_made_again_and_not_used(
     root: Path, tmp_path: Path, whole: BaseBuild, phase: str, of: str, base: str, damage: Callable[[Path], None]

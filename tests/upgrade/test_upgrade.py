@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import tierstore
+from tests.counts import with_large_counts
 from tests.upgrade import directory
 from tierstore import kernels
 from tierstore.engine.lifecycle import directory_format
@@ -120,6 +121,7 @@ def run(package: Path, what: str, data: Path) -> str:
     return done.stdout
 
 
+@with_large_counts
 @pytest.mark.thorough
 @pytest.mark.timeout(1800)  # where the kernels have changed since, the older ones are compiled
 def test_a_directory_that_an_earlier_commit_has_made_is_served_and_goes_on(older: Path, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import tierstore
+from tests.counts import few_or_many, with_large_counts
 from tests.kafka_real import RealBrokers, real_brokers, why_not
 from tests.service.conftest import eventually
 from tests.service.scenes import delta, rows
@@ -400,6 +401,7 @@ def test_rows_that_a_leader_without_the_newest_ones_got_since_are_read(tmp_path:
     three.await_in_sync(topic, 2)
 
 
+@with_large_counts
 def test_the_tests_of_deltas_and_rows_pass_with_a_broker(broker: RealBrokers) -> None:
     """What is run with the mock, with Kafka itself."""
     files = ("test_kafka.py", "test_kafka_rows.py", "test_kafka_cluster.py")
@@ -416,7 +418,7 @@ def test_kills_of_brokers_service_and_producer_lose_and_repeat_no_row() -> None:
     """The short form of `tools/kafka_rows_chaos.py`."""
     if (reason := why_not()) is not None:
         pytest.skip(reason)
-    command = [sys.executable, "-m", "tools.kafka_rows_chaos", "--kills", "8"]
+    command = [sys.executable, "-m", "tools.kafka_rows_chaos", "--kills", str(few_or_many(4, 8))]
     done = subprocess.run(command, cwd=Path(__file__).parents[3], capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "all is as the topic has it" in done.stdout
