@@ -19,6 +19,7 @@ from tierstore.engine.operations.for_peers import PeerSide
 from tierstore.engine.operations.fronts import Fronts
 from tierstore.engine.operations.problems import Problem
 from tierstore.errors import NO_VERSION, TierstoreError
+from tierstore.formats.names import DataDirectory
 from tierstore.kernels import latency
 from tierstore.reactor import layout as kernel
 from tierstore.service.access import Access
@@ -38,6 +39,7 @@ from tierstore.service.request_log import RequestLog
 from tierstore.service.stats import REQUEST_BOUNDS_S, FreshnessStats, Histogram, InferenceStats, RequestTimes, Timings
 from tierstore.service.tls import tls_of
 from tierstore.service.traces import traces_of
+from tierstore.service.uploads import Uploads
 from tierstore.tiers.background import register_requests
 
 ADMIN_THREADS = 4
@@ -129,6 +131,12 @@ class Service:
         self.history = History(store, self.inference_stats, self.request_times, self.refresh)
         self.fronts = Fronts(store.models, store.model)
         self.peer_side = PeerSide(store.models, store.model)
+        self.uploads = Uploads(
+            DataDirectory(settings.data).uploads,
+            settings.spool_budget,
+            settings.disk_reserve,
+            settings.load_retention_s,
+        )
         self.jobs = Jobs(store, lambda model: settings.quota_of(model).loads)
         self.sources: dict[str, ChangeSource] = {}  # by the name in the status
         self.connection_limit: ServicePart | None = None  # if HTTP is served
@@ -196,6 +204,7 @@ class Service:
     def refresh(self) -> None:
         """Bring the stats up to date. Any thread."""
         self.store.epochs.collect()
+        self.uploads.sweep()
 
     def absorb(self, version: tuple[str, str, int] | None, new: Any, highest: Any) -> None:
         """Add what reactors have counted (`reactor/layout.py` lists the counts). None: rows for fronts. Any thread."""
