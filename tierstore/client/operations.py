@@ -217,14 +217,7 @@ class Operations:
     ) -> Operation[int]:
         self._one_node("a load")
         model = snapshot_model(source) if model is None else model
-        try:
-            job = yield from self.start_load(source, model, activate)
-        except InvalidInput as error:
-            sent = files_to_send(source, model)
-            if sent is None:
-                raise _narrowed(error, SnapshotError) from error
-            yield from self._send(sent, model, progress, error)
-            job = yield from self.start_load(f"{SCHEME}{sent.id}", model, activate)
+        job = yield from self.start_load(source, model, activate, progress)
         document = yield from self._job_done(job, progress, SnapshotError)
         return part_of(document, "version", int)
 
@@ -317,9 +310,22 @@ class Operations:
             yield Pause(pause_s)
             pause_s = min(pause_s * 1.5, longest_s)
 
-    def start_load(self, source: Source, model: str, activate: bool) -> Operation[str]:
+    def start_load(
+        self, source: Source, model: str, activate: bool, progress: ProgressFn | None = None
+    ) -> Operation[str]:
+        """Start a load, and return its job. What the service cannot read, and is here, is sent first."""
         self._one_node("a load")
-        body = {"source": path_text(source), "activate": activate}
+        try:
+            return (yield from self._start_load(path_text(source), model, activate))
+        except InvalidInput as error:
+            sent = files_to_send(source, model)
+            if sent is None:
+                raise _narrowed(error, SnapshotError) from error
+            yield from self._send(sent, model, progress, error)
+        return (yield from self._start_load(f"{SCHEME}{sent.id}", model, activate))
+
+    def _start_load(self, source: str, model: str, activate: bool) -> Operation[str]:
+        body = {"source": source, "activate": activate}
         started = yield from self._document("POST", f"{_admin(model)}/snapshots", body)
         return part_of(started, "job", str)
 
