@@ -19,7 +19,6 @@ from tierstore.engine.operations.for_peers import PeerSide
 from tierstore.engine.operations.fronts import Fronts
 from tierstore.engine.operations.problems import Problem
 from tierstore.errors import NO_VERSION, TierstoreError
-from tierstore.formats.names import DataDirectory
 from tierstore.kernels import latency
 from tierstore.reactor import layout as kernel
 from tierstore.service.access import Access
@@ -36,10 +35,10 @@ from tierstore.service.limits.worker_pool import ByteBudget, WorkerPool
 from tierstore.service.protocols.oip.shared_memory import Regions
 from tierstore.service.protocols.tfserving.signature import Signatures
 from tierstore.service.request_log import RequestLog
+from tierstore.service.spool import Spool
 from tierstore.service.stats import REQUEST_BOUNDS_S, FreshnessStats, Histogram, InferenceStats, RequestTimes, Timings
 from tierstore.service.tls import tls_of
 from tierstore.service.traces import traces_of
-from tierstore.service.uploads import Uploads
 from tierstore.tiers.background import register_requests
 
 ADMIN_THREADS = 4
@@ -131,12 +130,7 @@ class Service:
         self.history = History(store, self.inference_stats, self.request_times, self.refresh)
         self.fronts = Fronts(store.models, store.model)
         self.peer_side = PeerSide(store.models, store.model)
-        self.uploads = Uploads(
-            DataDirectory(settings.data).uploads,
-            settings.spool_budget,
-            settings.disk_reserve,
-            settings.load_retention_s,
-        )
+        self.spool = Spool.below(settings)
         self.jobs = Jobs(store, lambda model: settings.quota_of(model).loads)
         self.sources: dict[str, ChangeSource] = {}  # by the name in the status
         self.connection_limit: ServicePart | None = None  # if HTTP is served
@@ -204,7 +198,7 @@ class Service:
     def refresh(self) -> None:
         """Bring the stats up to date. Any thread."""
         self.store.epochs.collect()
-        self.uploads.sweep()
+        self.spool.sweep()
 
     def absorb(self, version: tuple[str, str, int] | None, new: Any, highest: Any) -> None:
         """Add what reactors have counted (`reactor/layout.py` lists the counts). None: rows for fronts. Any thread."""

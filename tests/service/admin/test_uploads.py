@@ -14,7 +14,7 @@ import pytest
 
 import tierstore
 from tierstore.errors import Conflict, InvalidInput, SnapshotError
-from tierstore.service import uploads
+from tierstore.service import spool
 from tierstore.service.server import ServerThread
 
 SMALL = {"host_budget": "16MiB", "load_workers": 1, "disk_threads": 2, "port": 0, "grpc_port": "off"}
@@ -23,7 +23,7 @@ KEYS = np.arange(3000)
 
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(uploads, "PIECE_BYTES", 4096)
+    monkeypatch.setattr(spool, "PIECE_BYTES", 4096)
 
 
 @pytest.fixture
@@ -211,17 +211,17 @@ def test_no_more_is_taken_than_the_budget(serve: Any, tmp_path: Path) -> None:
 
 
 def test_what_nobody_goes_on_with_is_swept(tmp_path: Path) -> None:
-    made = uploads.Uploads(tmp_path, None, 0, 100.0)
+    made = spool.Spool(tmp_path, None, 0, 100.0)
     old, young = made.declare("ctr", "a" * 32, {"x": 1}), made.declare("ctr", "b" * 32, {"x": 1})
     for path in (old.root, *old.root.rglob("*")):
         os.utime(path, (1, 1))
-    again = uploads.Uploads(tmp_path, None, 0, 100.0)
+    again = spool.Spool(tmp_path, None, 0, 100.0)
     assert [of.id for of in again.all("ctr")] == [young.id]
     assert sorted(path.name for path in tmp_path.iterdir()) == [young.id]
 
 
 def test_one_that_is_being_loaded_is_neither_swept_nor_removed(tmp_path: Path) -> None:
-    made = uploads.Uploads(tmp_path, None, 0, 0.0)
+    made = spool.Spool(tmp_path, None, 0, 0.0)
     upload = made.declare("ctr", "a" * 32, {"x": 0})
     assert made.whole(upload) == upload.files
     with pytest.raises(Conflict), made.loading(upload):
@@ -236,11 +236,11 @@ def test_one_that_is_being_loaded_is_neither_swept_nor_removed(tmp_path: Path) -
 
 def test_a_last_piece_of_an_earlier_process_is_asked_for_again(tmp_path: Path) -> None:
     """Power may have failed before it was flushed."""
-    made = uploads.Uploads(tmp_path, None, 0, 100.0)
+    made = spool.Spool(tmp_path, None, 0, 100.0)
     upload = made.declare("ctr", "a" * 32, {"x": 20_000})
     for at in (0, 4096, 8192):
         made.write(upload, 0, at, memoryview(bytes(4096)), hashlib.sha256(bytes(4096)).hexdigest())
-    (again,) = uploads.Uploads(tmp_path, None, 0, 100.0).all("ctr")
+    (again,) = spool.Spool(tmp_path, None, 0, 100.0).all("ctr")
     assert again.there("x") == 8192
 
 

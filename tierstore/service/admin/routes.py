@@ -206,10 +206,10 @@ def _add_jobs(app: FastAPI, service: Service) -> None:
     async def load_snapshot(model: ModelName, request: LoadRequest) -> JobStarted:
         """Load a snapshot in the background: bulk load, verify, catch up, warm, and (`activate`) switch to it."""
         if request.source.startswith(SCHEME):
-            sent = service.uploads.of(model, request.source.removeprefix(SCHEME))
-            where = await service.switch_pool.run(service.uploads.whole, sent)
+            sent = service.spool.of(model, request.source.removeprefix(SCHEME))
+            where = await service.switch_pool.run(service.spool.whole, sent)
             job = service.jobs.submit(
-                model, where, activate=request.activate, holding=lambda: service.uploads.loading(sent)
+                model, where, activate=request.activate, holding=lambda: service.spool.loading(sent)
             )
             return JobStarted(job=job.id)
         roots = service.settings.source_root

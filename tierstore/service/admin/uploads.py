@@ -14,7 +14,7 @@ from tierstore.service.context import Service
 from tierstore.service.error_status import HttpError
 from tierstore.service.http.messages import Disconnected, principal_of, read_body
 from tierstore.service.limits.worker_pool import Reservation
-from tierstore.service.uploads import MOST_FILES, PIECE_BYTES
+from tierstore.service.spool import MOST_FILES, PIECE_BYTES
 
 SCHEME = "upload:"  # source of a load: what was sent
 UploadId = Annotated[
@@ -37,7 +37,7 @@ class UploadRequest(Strict):
 
 def add_uploads(app: FastAPI, service: Service) -> None:
     """Add the routes. All of them are safe to repeat."""
-    uploads, pool = service.uploads, service.admin_pool
+    spool, pool = service.spool, service.admin_pool
 
     @app.put("/admin/models/{model}/uploads/{upload}", tags=["snapshots"])
     async def declare(model: ModelName, upload: UploadId, request: UploadRequest) -> dict[str, Any]:
@@ -48,26 +48,30 @@ def add_uploads(app: FastAPI, service: Service) -> None:
         sizes = {file.name: file.bytes for file in request.files}
         if len(sizes) != len(request.files):
             raise InvalidInput("files: a name comes twice")
-        return (await pool.run(uploads.declare, model, upload, sizes)).document()
+        return (await pool.run(spool.declare, model, upload, sizes)).document()
 
     @app.get("/admin/models/{model}/uploads", tags=["snapshots"])
     async def of_model(model: ModelName) -> dict[str, Any]:
         """What is being sent, or was and is not loaded yet."""
-        return {"uploads": [each.document() for each in uploads.all(model)]}
+        return {"uploads": [each.document() for each in spool.all(model)]}
 
     @app.get("/admin/models/{model}/uploads/{upload}", tags=["snapshots"])
     async def state(model: ModelName, upload: UploadId) -> dict[str, Any]:
         """How far an upload has come."""
-        return uploads.of(model, upload).document()
+        return spool.of(model, upload).document()
 
     @app.delete("/admin/models/{model}/uploads/{upload}", tags=["snapshots"])
     async def discard(model: ModelName, upload: UploadId) -> dict[str, Any]:
         """Remove what was sent. Else it goes once it is loaded, or `load_retention_s` after the last piece."""
-        there = uploads.of(model, upload)
+        there = spool.of(model, upload)
         document = there.document()
-        await pool.run(uploads.discard, there)
+        await pool.run(spool.discard, there)
         return document
 
+    _add_pieces(app, service)
+
+
+def _add_pieces(app: FastAPI, service: Service) -> None:
     @app.put(
         "/admin/models/{model}/uploads/{upload}/files/{number}",
         tags=["snapshots"],
@@ -94,13 +98,15 @@ def add_uploads(app: FastAPI, service: Service) -> None:
 
         Answers with the bytes of the file that are on the drive.
         """
-        there = uploads.of(model, upload)
+        there = service.spool.of(model, upload)
         holding = Reservation(service.delta_bytes)
         headers = {name.lower(): value for name, value in request.scope["headers"]}
         try:
             body = await read_body(request.receive, headers, PIECE_BYTES, holding)
             service.rates.admit(principal_of(request.scope), model, len(body))
-            return {"bytes": await pool.run(partial(uploads.write, there, number, offset, body, sha256))}
+            return {
+                "bytes": await service.admin_pool.run(partial(service.spool.write, there, number, offset, body, sha256))
+            }
         except Disconnected:
             raise HttpError(400, "the body ended early") from None
         finally:

@@ -20,9 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tierstore.config import Settings
 from tierstore.engine.data.disk_room import check_free
 from tierstore.errors import Conflict, DiskFull, InvalidInput, NotFound, StorageError
 from tierstore.formats import files
+from tierstore.formats.names import DataDirectory
 from tierstore.sizes import size_text
 
 PIECE_BYTES = 16 << 20
@@ -71,8 +73,14 @@ class Upload:
         }
 
 
-class Uploads:
-    """All uploads of a service."""
+class Spool:
+    """The uploads of a service."""
+
+    @classmethod
+    def below(cls, settings: Settings) -> Spool:
+        """The spool of a service."""
+        where, keep_s = DataDirectory(settings.data).uploads, settings.load_retention_s
+        return cls(where, settings.spool_budget, settings.disk_reserve, keep_s)
 
     def __init__(self, root: Path, budget: int | None, reserve: int, retention_s: float) -> None:
         """budget: bytes of all together, None for what the disk has; reserve: bytes to keep free; retention_s: how long
@@ -202,7 +210,7 @@ class Uploads:
         files.remove_tree(upload.root)
 
     def all(self, model: str) -> list[Upload]:
-        """Those of a model."""
+        """The uploads of a model, loaded ones not."""
         with self._lock:
             return [upload for upload in self._known.values() if upload.model == model]
 
