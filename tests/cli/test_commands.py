@@ -143,7 +143,7 @@ def test_sizes_of_raw_files_are_said_and_compared_with_a_dim(cli: Cli) -> None:
     assert "--dim" in cli("import", "--help").out
 
 
-def test_an_import_goes_to_where_the_service_reads_or_says_so_first(
+def test_an_import_goes_to_where_the_service_reads_or_is_sent(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     as_spark(tmp_path / "items")
@@ -154,12 +154,24 @@ def test_an_import_goes_to_where_the_service_reads_or_says_so_first(
             settings = store.settings.model_copy(update={"source_root": roots, "port": 0, "grpc_port": "off"})
             with ServerThread(store, settings) as server:
                 done = cli(*words, "--url", server.url)
-                if roots == ["s3://models"]:
-                    assert "reads snapshots from below s3://models, where this machine cannot write" in done.err
-                    assert "import" not in done.err.splitlines()[0].split(":")[0], "nothing was read"
-                else:
-                    assert "is active: 100 rows" in done.out, done.err
-                    assert list((tmp_path / "models").iterdir()) == []
+                assert "is active: 100 rows" in done.out, done.err
+                assert ("import: send" in done.err) == (roots == ["s3://models"])
+                assert list((tmp_path / "models").iterdir()) == []
+    assert {path.name for path in tmp_path.iterdir()} == {"items", "models", "data"}, "nothing is left of it"
+
+
+def test_a_snapshot_that_the_service_cannot_read_is_sent(cli: Cli, tmp_path: Path) -> None:
+    write_snapshot(tmp_path, 1)
+    (tmp_path / "models").mkdir()
+    with tierstore.open(tmp_path / "data") as store:
+        settings = store.settings.model_copy(
+            update={"source_root": [tmp_path / "models"], "port": 0, "grpc_port": "off"}
+        )
+        with ServerThread(store, settings) as server:
+            done = cli("load", write_snapshot(tmp_path, 2), "--url", server.url)
+            assert "version 2 is loaded and active" in done.out, done.err
+            assert "load: send" in done.err
+            assert not any((tmp_path / "data/uploads").iterdir())
 
 
 def test_numbers_of_a_row_are_on_one_line_of_json(cli: Cli, tmp_path: Path) -> None:

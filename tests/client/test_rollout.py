@@ -72,6 +72,13 @@ def test_a_first_snapshot_a_second_and_the_same_again(tmp_path: Path) -> None:
         assert [node.store.model("ctr").versions for node in made] == [[1, 2]] * 2
 
 
+def test_nodes_that_cannot_read_the_snapshot_are_sent_it(tmp_path: Path) -> None:
+    (tmp_path / "roots").mkdir()
+    with nodes(tmp_path, 2, source_root=[tmp_path / "roots"]) as made:
+        assert rollout(write_version(tmp_path, 1), urls(made), **QUICK).loaded == urls(made)
+        assert active(made) == [1, 1]
+
+
 def test_a_run_that_was_broken_off_is_continued(two: list[Node], tmp_path: Path) -> None:
     snapshot = write_version(tmp_path, 2)
     two[0].store.load_snapshot(snapshot)  # loaded and switched

@@ -61,6 +61,9 @@ HTTP: tuple[tuple[str, str, Action], ...] = (
     ("GET", "/admin/models/{model}/tables/{table}/cache", Action.ADMIN),  # it lists keys
     ("POST", "/admin/models/{model}/deltas", Action.WRITE),
     ("POST", "/admin/models/{model}/snapshots|exports|backups|sample|digests", Action.ADMIN),
+    ("GET", "/admin/models/{model}/uploads", Action.ADMIN),
+    ("PUT GET DELETE", "/admin/models/{model}/uploads/{upload}", Action.ADMIN),
+    ("PUT", "/admin/models/{model}/uploads/{upload}/files/{number}", Action.ADMIN),
     ("POST", "/admin/models/{model}/activate|rollback|canary|promote|withdraw", Action.ADMIN),
     ("DELETE", "/admin/models/{model}/versions/{version}", Action.ADMIN),
     ("PUT DELETE", "/admin/models/{model}/labels/{label}", Action.ADMIN),

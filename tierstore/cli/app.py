@@ -75,7 +75,9 @@ def _root(
 def load(
     snapshot: Annotated[
         str,
-        argument("SNAPSHOT", "The directory of a snapshot, or of a built version; with --url as the service sees it."),
+        argument(
+            "SNAPSHOT", "The directory of a snapshot or built version; with --url as the service sees it, or sent."
+        ),
     ],
     data: Data = None,
     url: Url = None,

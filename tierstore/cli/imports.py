@@ -283,8 +283,6 @@ def _load(
                 raise
             return _expired(target, model, version)
     except SnapshotError as error:
-        if service_url(data, url) and "source root" in str(error):
-            raise SnapshotError(f"{error}; use --out to write it where the service reads") from error
         raise (duplicate_in(tables, error) or error) from None
 
 
@@ -306,13 +304,20 @@ def _stopped(model: str, where: Path, url: str | None) -> str:
     there until then.
     """
     from tierstore.client.sources import snapshot_version
+    from tierstore.client.upload import files_to_send
 
     none = "there is no new version, what was read is removed, and what served before does so"
     if url is None:
         return none
     try:
         with make_client(url) as client:
-            jobs = [job for job in client.jobs() if job["kind"] == "load" and job["source"] == str(where.resolve())]
+            sent = files_to_send(where, model)
+            names = {str(where.resolve()), *([] if sent is None else [sent.id])}
+            jobs = [
+                job
+                for job in client.jobs()
+                if job["kind"] == "load" and names & {job["source"], *Path(job["source"]).parts}
+            ]
             if not jobs:
                 return none
             say_aside(f"import: the service is asked to stop loading {where}; Ctrl-C again leaves it that")
@@ -381,8 +386,8 @@ def _directory(out: Path | None, data: Path | None, url: str | None, number: int
 
 
 def _source_directory(url: str) -> Path:
-    """A directory that the service reads snapshots from, and this machine can write to: the working
-    directory, or a source root.
+    """A directory that this machine can write to, if possible one that the service reads snapshots from: the working
+    directory, or a source root. What the service does not see is sent.
     """
     with make_client(url) as client:
         roots = client.status().get("service", {}).get("source_roots")
@@ -395,11 +400,7 @@ def _source_directory(url: str) -> Path:
     for root in local:
         if os.access(root, os.W_OK | os.X_OK):
             return root
-    raise SnapshotError(
-        f"the service at {url} reads snapshots from below {', '.join(roots)}, where this machine cannot write: use "
-        "--out for a snapshot, and have it loaded from where the service sees it; or start the service with another "
-        "--source-root"
-    )
+    return here
 
 
 def _data_directory(data: Path | None) -> Path:

@@ -204,7 +204,8 @@ class AsyncClient(ClientBase[AsyncTransport]):
         """Have the service load a snapshot, and wait until that is done.
 
         Args:
-            source: as the service sees it: under one of its source roots.
+            source: as the service sees it, under one of its source roots; or a directory here,
+                which is sent in pieces if the service cannot read it.
             model: whose snapshot it is; read from `snapshot.json` (or `built.json`) in
                 `source` if that can be read here.
             activate: serve it once it is loaded, caught up and warm.
@@ -215,7 +216,7 @@ class AsyncClient(ClientBase[AsyncTransport]):
         return await self._transport.run(self._operations.load_snapshot(source, model, activate, progress))
 
     async def start_load(self, source: str | Path, *, model: str, activate: bool = True) -> str:
-        """Start what `load_snapshot` does, and return the job's id for `job`."""
+        """Send a snapshot if need be, start what `load_snapshot` does, and return the job's id for `job`."""
         return await self._transport.run(self._operations.start_load(source, model, activate))
 
     async def export(

@@ -6,6 +6,7 @@ verb that runs it.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -40,6 +41,7 @@ from tierstore.client.replies import part_of
 from tierstore.client.settings import ClientSettings
 from tierstore.client.sources import delta_model, path_text, snapshot_model
 from tierstore.client.splitting import split_lookup, split_predict
+from tierstore.client.upload import PIECE_TIMEOUT_S, SCHEME, SentSnapshot, files_to_send
 from tierstore.errors import (
     Closed,
     Conflict,
@@ -214,12 +216,44 @@ class Operations:
         self, source: Source, model: str | None, activate: bool, progress: ProgressFn | None
     ) -> Operation[int]:
         self._one_node("a load")
-        try:
-            job = yield from self.start_load(source, snapshot_model(source) if model is None else model, activate)
-        except InvalidInput as error:
-            raise _narrowed(error, SnapshotError) from error
+        model = snapshot_model(source) if model is None else model
+        job = yield from self.start_load(source, model, activate, progress)
         document = yield from self._job_done(job, progress, SnapshotError)
         return part_of(document, "version", int)
+
+    def _send(
+        self, sent: SentSnapshot, model: str, progress: ProgressFn | None, refused: InvalidInput
+    ) -> Operation[None]:
+        """Send what the service lacks of a snapshot, piece by piece.
+
+        refused: why it cannot read the directory itself.
+        """
+        path = f"{_admin(model)}/uploads/{sent.id}"
+        body = {"files": [{"name": file.name, "bytes": file.size} for file in sent.files]}
+        try:
+            state = yield from self._document("PUT", path, body, repeat=True)
+        except NotFound as error:  # a service of an earlier release
+            raise _narrowed(refused, SnapshotError) from error
+        length, there = part_of(state, "piece_bytes", int), part_of(state, "files", list)
+        done, total = sum(there), sum(file.size for file in sent.files)
+        for number, file in enumerate(sent.files):
+            offset = there[number]
+            while offset < file.size:
+                if progress is not None:
+                    progress(Progress("send", done, total))
+                piece = file.piece(offset, length)
+                query = f"offset={offset}&sha256={hashlib.sha256(piece).hexdigest()}"
+                deadline = self._deadline(max(PIECE_TIMEOUT_S, self._settings.timeout_s))
+                reply = yield from exchange(
+                    "PUT", f"{path}/files/{number}?{query}", deadline, content=piece,
+                    content_type="application/octet-stream", repeat=True,
+                )  # fmt: skip
+                now = part_of(reply.object(), "bytes", int)
+                if now <= offset:
+                    raise TierstoreError(
+                        f"expected more than {offset} bytes of {file.name} at the service, it has {now}"
+                    )
+                done, offset = done + now - offset, now
 
     def export(
         self, model: str, directory: str | Path, version: Version, new_version: int | None, partitions: int | None,
@@ -276,9 +310,22 @@ class Operations:
             yield Pause(pause_s)
             pause_s = min(pause_s * 1.5, longest_s)
 
-    def start_load(self, source: Source, model: str, activate: bool) -> Operation[str]:
+    def start_load(
+        self, source: Source, model: str, activate: bool, progress: ProgressFn | None = None
+    ) -> Operation[str]:
+        """Start a load, and return its job. What the service cannot read, and is here, is sent first."""
         self._one_node("a load")
-        body = {"source": path_text(source), "activate": activate}
+        try:
+            return (yield from self._start_load(path_text(source), model, activate))
+        except InvalidInput as error:
+            sent = files_to_send(source, model)
+            if sent is None:
+                raise _narrowed(error, SnapshotError) from error
+            yield from self._send(sent, model, progress, error)
+        return (yield from self._start_load(f"{SCHEME}{sent.id}", model, activate))
+
+    def _start_load(self, source: str, model: str, activate: bool) -> Operation[str]:
+        body = {"source": source, "activate": activate}
         started = yield from self._document("POST", f"{_admin(model)}/snapshots", body)
         return part_of(started, "job", str)
 

@@ -12,6 +12,7 @@ from tierstore.config.values import (
     ANY_MODEL,
     Seconds,
     Size,
+    SizeOrZero,
     SnapshotPolicy,
     path_or_url,
     split_commas,
@@ -35,6 +36,12 @@ class SourceSettings(BaseModel):
         None,
         description="exports and backups that are requested over HTTP are written only under this directory or URL; "
         "default: `exports` in the data directory",
+    )
+    spool_budget: SizeOrZero | None = Field(
+        None,
+        ge=0,
+        description="bytes of snapshots that clients send over HTTP, all together, until they are loaded; 0: none are "
+        "taken; default: what `disk_reserve` leaves",
     )
     max_delta: Size = Field(ByteSize(256 << 20), description="largest body of a delta")
     watch: Path | None = Field(

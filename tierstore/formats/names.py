@@ -14,6 +14,7 @@ the `…_on_disk` listings, which read directories and skip names that are not o
     <data>/kafka/rows/<topic>/<model>.json        the same of a topic of rows, for each model
     <data>/kafka/parked/<id>.parked               a message that cannot be applied (`kafka/parked.py`)
     <data>/exports/                               exports and backups asked for over HTTP, where no `export_root` is set
+    <data>/uploads/<id>/                          a snapshot that a client sends in pieces (`service/spool.py`)
     <data>/kernels/                               compiled kernels, where they can be kept nowhere else (`kernels/`)
     <data>/.tmp-copy-<model>/                     a model that is being copied from a peer; with
         peers a start goes on with it
@@ -53,6 +54,7 @@ KAFKA_POSITIONS = "positions.json"
 ROWS = "rows"
 PARKED = "parked"
 EXPORTS = "exports"
+UPLOADS = "uploads"
 MODELS = "models"
 STATE = "state.json"
 LOG = "log"
@@ -307,6 +309,11 @@ class DataDirectory:
     def exports(self) -> Path:
         """Where a service writes exports and backups that nobody gave another place."""
         return self.root / EXPORTS
+
+    @property
+    def uploads(self) -> Path:
+        """Snapshots that clients send in pieces."""
+        return self.root / UPLOADS
 
     @property
     def tokens(self) -> Path:

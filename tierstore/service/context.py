@@ -35,6 +35,7 @@ from tierstore.service.limits.worker_pool import ByteBudget, WorkerPool
 from tierstore.service.protocols.oip.shared_memory import Regions
 from tierstore.service.protocols.tfserving.signature import Signatures
 from tierstore.service.request_log import RequestLog
+from tierstore.service.spool import Spool
 from tierstore.service.stats import REQUEST_BOUNDS_S, FreshnessStats, Histogram, InferenceStats, RequestTimes, Timings
 from tierstore.service.tls import tls_of
 from tierstore.service.traces import traces_of
@@ -129,6 +130,7 @@ class Service:
         self.history = History(store, self.inference_stats, self.request_times, self.refresh)
         self.fronts = Fronts(store.models, store.model)
         self.peer_side = PeerSide(store.models, store.model)
+        self.spool = Spool.below(settings)
         self.jobs = Jobs(store, lambda model: settings.quota_of(model).loads)
         self.sources: dict[str, ChangeSource] = {}  # by the name in the status
         self.connection_limit: ServicePart | None = None  # if HTTP is served
@@ -196,6 +198,7 @@ class Service:
     def refresh(self) -> None:
         """Bring the stats up to date. Any thread."""
         self.store.epochs.collect()
+        self.spool.sweep()
 
     def absorb(self, version: tuple[str, str, int] | None, new: Any, highest: Any) -> None:
         """Add what reactors have counted (`reactor/layout.py` lists the counts). None: rows for fronts. Any thread."""

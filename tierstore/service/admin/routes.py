@@ -32,6 +32,7 @@ from tierstore.service.admin.pages import DOCS_POLICY, STATUS_PAGE, STATUS_POLIC
 from tierstore.service.admin.parked import add_parked
 from tierstore.service.admin.replicas import add_samples
 from tierstore.service.admin.sources import check_still_there, resolve_source
+from tierstore.service.admin.uploads import SCHEME, add_uploads
 from tierstore.service.context import Service
 from tierstore.service.error_status import HttpError, retry_after
 from tierstore.service.http import messages
@@ -48,7 +49,9 @@ VersionNumber = Annotated[int, Path(ge=1, le=MAX_ORDINAL)]
 class LoadRequest(Strict):
     """Load a snapshot."""
 
-    source: str = Field(description="directory of the snapshot, a path or a file:// URL under the source roots")
+    source: str = Field(
+        description="directory of the snapshot, a path or a file:// URL under the source roots; or `upload:<id>`"
+    )
     activate: bool = Field(True, description="serve it once it is loaded, caught up and warm")
 
 
@@ -197,10 +200,18 @@ def _add_pages(app: FastAPI, service: Service) -> None:
 
 def _add_jobs(app: FastAPI, service: Service) -> None:
     add_exports(app, service)
+    add_uploads(app, service)
 
     @app.post("/admin/models/{model}/snapshots", status_code=202, tags=["snapshots"])
     async def load_snapshot(model: ModelName, request: LoadRequest) -> JobStarted:
         """Load a snapshot in the background: bulk load, verify, catch up, warm, and (`activate`) switch to it."""
+        if request.source.startswith(SCHEME):
+            sent = service.spool.of(model, request.source.removeprefix(SCHEME))
+            where = await service.switch_pool.run(service.spool.whole, sent)
+            job = service.jobs.submit(
+                model, where, activate=request.activate, holding=lambda: service.spool.loading(sent)
+            )
+            return JobStarted(job=job.id)
         roots = service.settings.source_root
         source = await service.switch_pool.run(resolve_source, request.source, roots)
         job = service.jobs.submit(

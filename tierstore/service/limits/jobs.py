@@ -13,6 +13,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -53,6 +54,7 @@ class Job:
     kind: Kind = "load"
     wanted: Mapping[str, Any] = field(default_factory=dict)  # options of `Store.export` or `Store.backup`
     check: Callable[[], None] = lambda: None  # see `Jobs.submit`
+    holding: Callable[[], AbstractContextManager[None]] = nullcontext
     created_s: float = field(default_factory=time.time)
     state: str = "running"
     phase: str = "queued"
@@ -138,13 +140,21 @@ class Jobs:
         return len(self._active)
 
     def submit(
-        self, model: str, source: Path | str, *, activate: bool, check: Callable[[], None] = lambda: None
+        self,
+        model: str,
+        source: Path | str,
+        *,
+        activate: bool,
+        check: Callable[[], None] = lambda: None,
+        holding: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> Job:
-        """Queue a load. `check` is called when its turn comes, and raises if it is no longer allowed.
+        """Queue a load. `check` is called when its turn comes, and raises if it is no longer allowed; the load runs
+        in the block of `holding`.
 
         Overloaded when the queue is full.
         """
-        return self._submit(Job(uuid.uuid4().hex[:16], model, source, activate, REQUESTER.get(), check=check))
+        job = Job(uuid.uuid4().hex[:16], model, source, activate, REQUESTER.get(), check=check, holding=holding)
+        return self._submit(job)
 
     def submit_export(
         self, model: str, target: Path | str, wanted: Mapping[str, Any], kind: Literal["export", "backup"] = "export"
@@ -303,10 +313,11 @@ class Jobs:
         job.state = state  # last: a reader that sees the end sees all of it
 
     def _load(self, job: Job) -> None:
-        job.check()
-        job.version = self._store.load_snapshot(
-            job.source, activate=job.activate, progress=job.note, cancelled=job.cancelled, model=job.model
-        )
+        with job.holding():
+            job.check()
+            job.version = self._store.load_snapshot(
+                job.source, activate=job.activate, progress=job.note, cancelled=job.cancelled, model=job.model
+            )
 
     def _export(self, job: Job) -> None:
         report = self._store.export(job.model, job.source, **job.wanted, progress=job.note, cancelled=job.cancelled)
