@@ -215,6 +215,8 @@ class DeltaPath:
                 stack(view.overlays, overlay, frozen=self._live.folding)
                 for view, overlay in zip(views, overlays, strict=True)
             ]
+            for newest, *_ in stacks:
+                newest.prepare()
             after = served.with_views(
                 View(view.open_version, stacked, seq) for view, stacked in zip(views, stacks, strict=True)
             )

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from tierstore.engine.data.budget import DecodeBudget, OverlayBudget
 from tierstore.errors import DeltaError
-from tierstore.formats.delta.reader import Delta, DeltaHead, read_delta, read_head
+from tierstore.formats.delta.reader import Delta, DeltaHead, Undecoded, read_delta
 from tierstore.formats.delta.source import DeltaSource, delta_bytes
 from tierstore.tiers.background import in_background
 
@@ -27,7 +27,8 @@ class IncomingDelta:
 
     def __init__(self, source: DeltaSource, model: str | None, seq: int | None) -> None:
         self.data = delta_bytes(source)
-        self.head: DeltaHead = read_head(self.data)
+        self._undecoded = Undecoded(self.data)
+        self.head: DeltaHead = self._undecoded.head
         if model is not None and self.head.model != model:
             raise DeltaError(f"expected a delta of model {model!r}, got one of {self.head.model!r}")
         if seq is not None and self.head.seq != seq:
@@ -35,12 +36,12 @@ class IncomingDelta:
 
     @contextmanager
     def decoded(self, decoding: DecodeBudget, unfolded: OverlayBudget) -> Iterator[Delta]:
-        """Decode the delta; its bytes stay reserved for the block. Overloaded if other deltas have them.
+        """Decode the delta, once; its bytes stay reserved for the block. Overloaded if other deltas have them.
 
         The bytes are those of its batches, of the rows gathered from them, and of these as stored.
         """
         with decoding.reserved(self.head.decoded_bytes) as more:
-            delta = gently(self.data, unfolded, lambda: read_delta(self.data, reserve=more))
+            delta = gently(self.data, unfolded, lambda: self._undecoded.decode(more))
             more(_bytes_in_memory(delta))
             yield delta
 

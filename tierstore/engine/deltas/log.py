@@ -343,7 +343,10 @@ def _write_end(where: ModelDirectory, seq: int) -> None:
     """Write in place, always the same length: a sector has the old number or the new one, wherever the power fails."""
     fd = os.open(where.log_end, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        os.ftruncate(fd, os.pwrite(fd, files.checked_number(seq, digits=END_DIGITS), 0))
+        content = files.checked_number(seq, digits=END_DIGITS)
+        os.pwrite(fd, content, 0)
+        if os.fstat(fd).st_size != len(content):  # of an earlier release
+            os.ftruncate(fd, len(content))
     finally:
         os.close(fd)
 
