@@ -98,7 +98,9 @@ def folded(store: tierstore.Store) -> None:
         time.sleep(_PAUSE_S)
 
 
-Contender = tuple[Callable[[bytes], Any], Callable[[], Any], Callable[[], float]]  # apply, wait until all is done, a clock
+Contender = tuple[
+    Callable[[bytes], Any], Callable[[], Any], Callable[[], float]
+]  # apply, wait until all is done, a clock
 
 
 def in_turns(contenders: dict[str, Contender], made: Callable[[int], bytes], rounds: int) -> Iterator[dict[str, Any]]:

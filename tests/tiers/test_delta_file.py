@@ -24,10 +24,11 @@ def opened(where: Path) -> rocksdict.Rdict:
     return rocksdict.Rdict(str(where), options)
 
 
-def ingested(database: rocksdict.Rdict, file: Path) -> None:
+def ingested(database: rocksdict.Rdict, file: Path) -> rocksdict.Rdict:
     options = rocksdict.IngestExternalFileOptions()
     options.set_move_files(True)
     database.ingest_external_file([str(file)], options)
+    return database
 
 
 def everything(database: rocksdict.Rdict) -> dict[bytes, bytes]:
@@ -106,8 +107,7 @@ def test_any_changed_bit_of_rows_is_noticed(tmp_path: Path) -> None:
         built.path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
         database = opened(tmp_path / f"db-{number}")
         with pytest.raises(Exception, match="Corruption"):
-            ingested(database, built.path)
-            everything(database)
+            everything(ingested(database, built.path))
         database.close()
         shutil.rmtree(tmp_path / f"db-{number}")
 

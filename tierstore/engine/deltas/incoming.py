@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from tierstore.engine.data.budget import DecodeBudget, OverlayBudget
+from tierstore.engine.deltas.origin import Origin
 from tierstore.errors import DeltaError
 from tierstore.formats.delta.reader import Delta, DeltaHead, Undecoded, read_delta
 from tierstore.formats.delta.source import DeltaSource, delta_bytes
@@ -20,6 +21,7 @@ LARGE_BYTES = 1 << 20  # larger deltas take milliseconds of a processor, which l
 KEPT_BYTES = 16 << 20
 _KEY_BYTES = 32  # of a row in an overlay beside its numbers, at most: key, index, marks
 T = TypeVar("T")
+Incoming = tuple[Delta, bytes | memoryview, Origin | None]  # a delta, what it was read from, and its origin
 
 
 class IncomingDelta:
@@ -41,9 +43,14 @@ class IncomingDelta:
         The bytes are those of its batches, of the rows gathered from them, and of these as stored.
         """
         with decoding.reserved(self.head.decoded_bytes) as more:
-            delta = gently(self.data, unfolded, lambda: self._undecoded.decode(more))
+            delta = gently(len(self.data), unfolded, lambda: self._undecoded.decode(more))
             more(_bytes_in_memory(delta))
             yield delta
+
+
+def may_run(delta: Delta) -> bool:
+    """Whether a delta can be applied together with others: it changes rows alone, and of every version."""
+    return not delta.dense and delta.base_version is None
 
 
 class DecodedDeltas:
@@ -77,6 +84,8 @@ def _bytes_in_memory(delta: Delta) -> int:
     return sum(len(table.keys) * (4 * (table.dim or 0) + _KEY_BYTES) for table in delta.tables.values())
 
 
-def gently(data: bytes | memoryview, unfolded: OverlayBudget, work: Callable[[], T]) -> T:
-    """Do `work` on a large delta at a low priority, unless deltas arrive faster than they are folded."""
-    return work() if len(data) < LARGE_BYTES or unfolded.used else in_background(work)
+def gently(nbytes: int, unfolded: OverlayBudget, work: Callable[[], T]) -> T:
+    """Do `work` on so many bytes of deltas, if they are many at a low priority, unless deltas arrive faster than they
+    are folded.
+    """
+    return work() if nbytes < LARGE_BYTES or unfolded.used else in_background(work)

@@ -34,7 +34,7 @@ from tierstore.formats.columns import (
     vector_column,
 )
 from tierstore.formats.delta.frames import BadFrames, split_streams
-from tierstore.formats.delta.head import DeltaWords, words_of
+from tierstore.formats.delta.head import words_of
 from tierstore.formats.names import head_of_table
 from tierstore.formats.regular import read_regular
 from tierstore.formats.strings import validate
@@ -155,9 +155,7 @@ class Undecoded:
         for number, stream in enumerate(streams):
             reader = self._reader(stream) if number else self._first
             if number and words_of(reader.schema.metadata or {}) != words:
-                raise DeltaError(
-                    "bad delta: its streams differ in model, seq, event_time, base_version or parts"
-                )
+                raise DeltaError("bad delta: its streams differ in model, seq, event_time, base_version or parts")
             for batch, metadata in reader.iter_batches_with_custom_metadata():
                 name = _table_name(metadata)
                 if (of := head_of_table(name)) is not None:
@@ -295,7 +293,9 @@ class _Collected:
         vector.validate(full=True)
         codes, strings = key_column(key, key_type)
         if brings_vectors:
-            kept = vector.is_valid().to_numpy(zero_copy_only=False) if vector.null_count else np.ones(len(batch), np.bool_)
+            kept = (
+                vector.is_valid().to_numpy(zero_copy_only=False) if vector.null_count else np.ones(len(batch), np.bool_)
+            )
             self._add_vectors(vector, kept)
         else:
             kept = np.zeros(len(batch), np.bool_)
