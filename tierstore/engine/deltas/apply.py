@@ -22,7 +22,7 @@ from tierstore.engine.data.disk_room import DiskRoom
 from tierstore.engine.data.overlay import Overlay, encode_delta, stack
 from tierstore.engine.deltas.dense import DenseParts
 from tierstore.engine.deltas.incoming import Incoming, gently, may_run
-from tierstore.engine.deltas.log import DeltaLog, Entry
+from tierstore.engine.deltas.log import DeltaLog, NewEntry
 from tierstore.engine.deltas.newest_event import NewestEvent
 from tierstore.engine.deltas.origin import Origin, with_passed_over
 from tierstore.engine.deltas.replay import missing, unfolded
@@ -165,7 +165,7 @@ class DeltaPath:
             served, budget, first = self._live.served, self._live.overlay_budget, self.next_in_run()
             if first is None:
                 return 0
-            entries, stacked, reserved = list[Entry](), [_Stacked(view, view.colliding) for view in served.views], 0
+            entries, stacked, reserved = list[NewEntry](), [_Stacked(view, view.colliding) for view in served.views], 0
             try:
                 with contextlib.suppress(TierstoreError):  # whoever applies it by itself hears why
                     for seq, (delta, data, origin) in enumerate(run, first):
@@ -177,7 +177,7 @@ class DeltaPath:
                         reserved += nbytes
                         for each, overlay in zip(stacked, overlays, strict=True):
                             each.add(overlay)
-                        entries.append(Entry(seq, data, delta.digest, origin))
+                        entries.append(NewEntry(seq, data, delta.digest, origin))
             except BaseException:
                 budget.release(reserved)
                 raise
@@ -262,7 +262,7 @@ class DeltaPath:
         def log_it() -> None:
             by_view = list(zip(views, overlays, strict=True))
             passed_over = [view.version for view, overlay in by_view if overlay.passed_over]
-            self._log.append(Entry(delta.seq, data, delta.digest, with_passed_over(origin, passed_over)))
+            self._log.append(NewEntry(delta.seq, data, delta.digest, with_passed_over(origin, passed_over)))
             for view, overlay in by_view:
                 if overlay.heads:
                     view.open_version.info.dense_accepted_upto = delta.seq

@@ -55,7 +55,7 @@ class Lost:
     why: str
 
 
-class Entry(NamedTuple):
+class NewEntry(NamedTuple):
     """What is logged of a delta: its bytes, their digest, and where they came from."""
 
     seq: int
@@ -209,7 +209,7 @@ class DeltaLog:
         digest = self._entries.get(seq)
         return None if digest is None else _changed_s(self._where.log_entry(seq, digest)) or None
 
-    def append(self, *run: Entry) -> None:
+    def append(self, *run: NewEntry) -> None:
         """Make entries durable, with their origins, all or none. Their seqs must go on from `last`; on return all
         survive a crash.
 

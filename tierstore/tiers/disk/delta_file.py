@@ -151,7 +151,7 @@ def _blocks(
             kept[marked, value_at:] = False
             laid_out = entries[kept]
             np.cumsum(np.where(marked, 3 + _KEY_BYTES, each)[:-1], out=starts[1:])
-        yield memoryview(laid_out), starts[::_RESTART], entries[-1, key_at:value_at].tobytes()
+        yield laid_out.data, starts[::_RESTART], entries[-1, key_at:value_at].tobytes()
         yield_to_requests()
 
 
