@@ -3,7 +3,8 @@
 Deltas of 1,000 and 10,000 rows × 16 float32, one after the other, each acknowledged before the next: in process and over HTTP,
 their folds counted. Beside them, in the same turns, what a plain program does with the same bytes: Arrow decodes them, they are
 written to a file and flushed, and a loop of Python puts the rows into a write batch of RocksDB. Processor time of the process
-that takes the deltas; medians over the rounds.
+that takes the deltas, of which each contender has its own, so that RocksDB's threads count for whom they work; medians over the
+rounds.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from __future__ import annotations
 import io
 import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -25,14 +28,14 @@ import tierstore
 from benchmarks import report
 from benchmarks.changing import Service
 from benchmarks.machine import describe
-from benchmarks.options import parser_of
+from benchmarks.options import HIDDEN, parser_of
 from benchmarks.predict_service import MODEL, Served
 from benchmarks.wire_lookup import cpu_s
 
 DIM = 16
-DELTAS = {1_000: 60, 10_000: 20}  # of one size in a round, by each contender
+DELTAS = {1_000: 200, 10_000: 60}  # of one size in a round, by each contender
 PLAIN = "Arrow, one flush, a batch of RocksDB"
-_PAUSE_S = 0.5  # between looks whether all is folded, which use the processor too
+_PAUSE_S = 2.0  # between looks whether all is folded, which take milliseconds
 _DUE_S = 30.0
 
 
@@ -86,8 +89,40 @@ class Plain:
     def settle(self) -> None:
         self._db.flush()
 
-    def close(self) -> None:
+    def serve(self) -> None:
+        """Do what comes by standard input: deltas, each behind its length, and a length of 0 to settle."""
+        while size := sys.stdin.buffer.read(8):
+            data = sys.stdin.buffer.read(int.from_bytes(size, "little"))
+            self.apply(data) if data else self.settle()
+            sys.stdout.buffer.write(b".")
+            sys.stdout.buffer.flush()
         self._db.close()
+
+
+class PlainProcess:
+    """`Plain` in a process of its own."""
+
+    def __init__(self, where: Path) -> None:
+        command = [sys.executable, "-m", "benchmarks.small_deltas", "--plain", str(where)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    def apply(self, data: bytes) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(len(data).to_bytes(8, "little") + data)
+        self._process.stdin.flush()
+        if self._process.stdout.read(1) != b".":
+            raise RuntimeError("the plain program ended")
+
+    def settle(self) -> None:
+        self.apply(b"")
+        time.sleep(_PAUSE_S)
+
+    def cpu_s(self) -> float:
+        return cpu_s(self._process.pid)
+
+    def close(self) -> None:
+        self._process.communicate()
 
 
 def folded(store: tierstore.Store) -> None:
@@ -122,14 +157,17 @@ def in_turns(contenders: dict[str, Contender], made: Callable[[int], bytes], rou
 
 
 def main() -> None:
-    options = parser_of(__file__, __doc__, "tiny", "full").parse_args()
-    table_rows, rounds = (20_000, 1) if options.tiny else (400_000, 15 if options.full else 5)
+    options = parser_of(__file__, __doc__, "tiny", "full", plain=(Path, HIDDEN)).parse_args()
+    if options.plain is not None:
+        Plain(options.plain).serve()
+        return
+    table_rows, rounds = (20_000, 1) if options.tiny else (400_000, 9 if options.full else 3)
     with tempfile.TemporaryDirectory(prefix="tierstore-bench-") as folder:
         where = Path(folder)
         source = write_snapshot(where / "snapshot", table_rows)
         with tierstore.open(where / "served", host_budget="256MiB") as store:
             store.load_snapshot(source)
-        plain = Plain(where)
+        plain = PlainProcess(where)
         with (
             Served(where / "served", host_budget="256MiB") as served,
             tierstore.open(where / "here", host_budget="256MiB") as store,
@@ -137,7 +175,7 @@ def main() -> None:
             store.load_snapshot(source)
             service = Service(served.pid, served.port)
             contenders: dict[str, Contender] = {
-                PLAIN: (plain.apply, plain.settle, time.process_time),
+                PLAIN: (plain.apply, plain.settle, plain.cpu_s),
                 "in process": (store.apply_delta, lambda: folded(store), time.process_time),
                 "HTTP": (
                     lambda data: service.post(f"/admin/models/{MODEL}/deltas", data),
