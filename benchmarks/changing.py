@@ -52,12 +52,12 @@ class Service:
             found[f"keys.{tier}"] = found.get(f"keys.{tier}", 0.0) + float(value)
         return found
 
-    def wait_until_folded(self, timeout_s: float = 120.0) -> None:
+    def wait_until_folded(self, timeout_s: float = 120.0, pause_s: float = 0.02) -> None:
         until = time.monotonic() + timeout_s
         while any(float(size) for size in _UNFOLDED.findall(self._metrics())):
             if time.monotonic() > until:
                 raise TimeoutError(f"deltas were not folded after {timeout_s:.0f} s")
-            time.sleep(0.02)
+            time.sleep(pause_s)
 
     def settled_cpu_s(self, timeout_s: float = 5.0) -> float:
         """Its processor time when nothing is left to do of what it was asked."""

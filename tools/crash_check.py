@@ -78,8 +78,8 @@ class Acknowledged:
         if verb == "load":
             self._forget(numbers[0])
         self.moved(verb, self.routing.after(verb, *numbers))
-        if verb == "delta":
-            self.moved_to(numbers[0])
+        if verb in ("delta", "run"):
+            self.moved_to(numbers[-1])
         elif verb == "load":
             self.versions[numbers[0]] = numbers[1]
             self.moved_to(max(self.last, numbers[1]))
@@ -107,8 +107,8 @@ class Acknowledged:
 
     def moved_to(self, last: int) -> None:
         """The log ends with that delta now."""
-        if last > self.last:
-            self.undone_at[last] = self.undone
+        for seq in range(self.last + 1, last + 1):
+            self.undone_at[seq] = self.undone
         self.last = last
 
     def undone_after(self, seq: int) -> Seqs:
@@ -148,8 +148,8 @@ def check(acknowledged: Acknowledged, store: tierstore.Store) -> None:
         routing.active not in gone and routing.canary not in gone, f"versions {gone} are gone, and {routing} serves"
     )
     ends = {acknowledged.last}
-    if verb == "delta":
-        ends.add(numbers[0])
+    if verb in ("delta", "run"):
+        ends.update(range(numbers[0], numbers[-1] + 1))
     if verb in ("load", "activate", "rollback") and active == numbers[0]:
         ends.add(max(acknowledged.last, versions[active]))
     _demand(

@@ -219,6 +219,14 @@ def step(store: tierstore.Store, root: Path, seed: int, rng: random.Random, jour
             store.rollback(MODEL, to_seq=seq)
     else:
         seq = (last or 0) + 1
+        together = rng.choice((0, 0, 2, 5))
+        if together and not any(map(brings_dense, range(seq, seq + together))):
+            run = [(each, delta(seed, each), None) for each in range(seq, seq + together)]
+            with journal.step("run", seq, seq + together - 1):
+                for each, data, _ in run[store.apply_run(MODEL, run) :]:  # a canary may be ahead
+                    if not store.apply_delta(data).applied:
+                        raise AssertionError(f"delta {each} is new, but was taken for one that is held")
+            return
         data = delta(seed, seq)
         with journal.step("delta", seq):
             if not store.apply_delta(data).applied:
@@ -256,7 +264,7 @@ def warm_kernels() -> None:
     rows = codec.encode(np.zeros((64, 4), np.float32), spec.dtype)
     out = np.empty((64, 4), np.float32)
     overlay = OverlayTable(spec, keys, rows, gone)
-    overlay.merged(overlay)
+    overlay.merged(overlay).prepare()
     host.warm(keys, rows)
     host.insert(keys, rows, 0)
     host.insert_absent(keys + 64, 0)

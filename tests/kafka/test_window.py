@@ -27,7 +27,7 @@ def test_the_lowest_offset_that_is_needed() -> None:
         assert put(window, offset, seq)
     assert not put(window, 8, 9)  # held already
     (first,) = window.at("ctr", 9)
-    assert (window.needed(0, 9), window.needed(0, 9, without=first), window.needed(1, 4)) == (5, 6, 4)
+    assert (window.needed(0, 9), window.needed(0, 9, without=[first]), window.needed(1, 4)) == (5, 6, 4)
     for seq in (9, 7, 8):
         window.remove(window.at("ctr", seq)[0])
     assert (window.needed(0, 9), window.nbytes, window.models()) == (9, 0, [])

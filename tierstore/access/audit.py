@@ -43,6 +43,7 @@ SIZE, KEPT = 16 << 20, 8  # bytes of a file; files before the newest
 MOST_WAITING = 10_000  # lines in memory while they cannot be written
 _FLUSH_S = 1.0
 _REFUSED_BURST, _REFUSED_EVERY_S = 100, 1.0
+_AS_JSON = json.JSONEncoder(default=str).encode
 _LONGEST = 2000  # characters of a text in a line
 # of `who`: the principal, whose lines are limited for themselves; all others, whose `who`
 # begins with an address, are one
@@ -246,11 +247,13 @@ def _numbered(path: Path, number: int) -> Path:
 def _line(document: Mapping[str, Any]) -> bytes:
     stamped = {"time": datetime.now(UTC).isoformat(timespec="microseconds"), **document}
     clean = {name: _clean(value) for name, value in stamped.items() if value is not None}
-    return (json.dumps(clean, ensure_ascii=True, default=str) + "\n").encode()
+    return (_AS_JSON(clean) + "\n").encode()
 
 
 def _clean(value: Any) -> Any:
     """A value without what looks like a secret, and of bounded length."""
+    if value is None or isinstance(value, (int, float)):  # most are
+        return value
     if isinstance(value, Mapping):
         return {str(name): _clean(one) for name, one in value.items()}
     if not isinstance(value, (str, Path)):

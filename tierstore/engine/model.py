@@ -19,9 +19,10 @@ import numpy.typing as npt
 
 from tierstore.engine.deltas.apply import DeltaPath
 from tierstore.engine.deltas.fold import Folder
+from tierstore.engine.deltas.incoming import Incoming
 from tierstore.engine.deltas.log import DeltaLog
 from tierstore.engine.deltas.origin import Origin
-from tierstore.engine.events.changes import audited, changing
+from tierstore.engine.events.changes import audited, changing, requester
 from tierstore.engine.lifecycle.copied import what_to_do
 from tierstore.engine.lifecycle.drop import Drops
 from tierstore.engine.lifecycle.freshness import Freshness
@@ -322,6 +323,18 @@ class Model:
             result = self.deltas.apply(delta, data, origin, lenient=lenient)
             noted["unchanged"] = not result.applied
         return result
+
+    def apply_run(self, run: Sequence[Incoming]) -> int:
+        """`DeltaPath.apply_run`, with a line in the audit for each delta."""
+        before = self.position()
+        applied = self.deltas.apply_run(run)
+        for delta, _, _ in run[:applied]:
+            after = {**before, "seq": delta.seq}
+            self.state.shared.audit.change(
+                "delta", requester(), "done", flush=False, model=self.name, before=before, after=after, seq=delta.seq
+            )
+            before = after
+        return applied
 
     # --- what there is
 

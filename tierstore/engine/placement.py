@@ -6,12 +6,13 @@ of it asks where rows are. Any thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn, Protocol
 
+from tierstore.engine.deltas.incoming import Incoming
 from tierstore.engine.deltas.origin import Origin
 from tierstore.engine.versions.info import VersionInfo
 from tierstore.engine.versions.rows import VersionRows
@@ -27,7 +28,8 @@ from tierstore.types import BaseKind, DeltaResult, ProgressFn
 # Acts that a placement may be unable to do, or leave to others. The fields of `ModelPlacement` besides `leads` are
 # among them.
 Act = Literal[
-    "load", "held", "apply_delta", "activate", "force", "rollback", "rollback_to", "canary", "promote", "withdraw",
+    "load", "held", "apply_delta", "next_in_run", "apply_run",
+    "activate", "force", "rollback", "rollback_to", "canary", "promote", "withdraw",
     "label",
     "unlabel", "deactivate", "drop", "export", "backup", "rebuild", "compare_unnamed", "serve_fronts", "verify_rows",
     "catch_up",
@@ -128,6 +130,8 @@ class ModelPlacement:
         [DeltaHead], DeltaResult | None
     ]  # the result for a delta that was acknowledged before; it is not decoded
     apply_delta: ApplyDelta
+    next_in_run: Callable[[], int | None]  # the seq with which `apply_run` begins; None while it takes none
+    apply_run: Callable[[Sequence[Incoming]], int]  # of deltas that are next; how many could be applied together
     activate: Activate
     rollback: Rollback
     rollback_to: RollbackTo

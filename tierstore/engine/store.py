@@ -6,6 +6,7 @@ holds the directory (`lifecycle/directory_lock.py`); in a child that it forks, t
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,7 @@ from typing import Any, cast
 from tierstore.access.audit import Audit
 from tierstore.config import Settings, load_settings
 from tierstore.config.memory import why_too_much
-from tierstore.engine.deltas.incoming import IncomingDelta
+from tierstore.engine.deltas.incoming import Incoming, IncomingDelta, may_run
 from tierstore.engine.deltas.origin import Origin
 from tierstore.engine.events.callbacks import guarded, refuse_inside
 from tierstore.engine.events.changes import audited
@@ -40,7 +41,15 @@ from tierstore.engine.placement import ModelPlacement
 from tierstore.engine.placements.choose import choose_placement
 from tierstore.engine.serving.epochs import Epochs
 from tierstore.engine.serving.publisher import Publisher
-from tierstore.errors import Closed, InvalidInput, RemoteUnavailable, SnapshotError, StorageError, unknown_model
+from tierstore.errors import (
+    Closed,
+    InvalidInput,
+    RemoteUnavailable,
+    SnapshotError,
+    StorageError,
+    TierstoreError,
+    unknown_model,
+)
 from tierstore.forks import refuse, renew_in_child
 from tierstore.formats import files
 from tierstore.formats.delta.source import DeltaSource
@@ -224,6 +233,27 @@ class Store(ParkedMessages):
             return held
         with incoming.decoded(self.shared.decoding, self.shared.overlay_budget) as delta:
             return placed.apply_delta(delta, incoming.data, origin)
+
+    def apply_run(self, model: str, run: Sequence[tuple[int, DeltaSource, Origin | None]]) -> int:
+        """Apply deltas that wait, the next ones of this model, together: durable by one flush of the log, and published
+        in one step. Each of `run`: (seq, bytes or path, origin).
+
+        Returns how many of them, from the first on, are durable and visible; the others have changed nothing. It may
+        be none: `apply_delta` of the next one says why. For sources that have several deltas at a time.
+        """
+        self._check_open()
+        placed, ready = self.placed(self.model(model)), list[Incoming]()
+        if not run or placed.next_in_run() != run[0][0]:
+            return 0
+        with contextlib.ExitStack() as decoded:
+            with contextlib.suppress(TierstoreError):  # of the first that cannot be taken in
+                for seq, source, origin in run:
+                    incoming = IncomingDelta(source, model, seq)
+                    delta = decoded.enter_context(incoming.decoded(self.shared.decoding, self.shared.overlay_budget))
+                    if not may_run(delta):
+                        break
+                    ready.append((delta, incoming.data, origin))
+            return placed.apply_run(ready) if ready else 0
 
     def adopt(self, name: str, directory: Path) -> None:
         """Serve a model whose directory was made on this file system, as by a restore; it is moved into the store.

@@ -94,11 +94,12 @@ def vector_column(array: pa.Array, dim: int) -> Vectors:
     Malformed naming the row of a vector that has another length or holds a null.
     """
     check_vector_kind(array.type, dim)
-    lengths = pc.list_value_length(array)
-    wrong = pc.fill_null(pc.not_equal(lengths, pa.scalar(dim, lengths.type)), False)
-    if pc.any(wrong).as_py():
-        row = _first(wrong)
-        raise Malformed(f"expected a vector of {dim} numbers, got {lengths[row].as_py()}", row)
+    if not pa.types.is_fixed_size_list(array.type):  # the type says it of those
+        lengths = pc.list_value_length(array)
+        wrong = pc.fill_null(pc.not_equal(lengths, pa.scalar(dim, lengths.type)), False)
+        if pc.any(wrong).as_py():
+            row = _first(wrong)
+            raise Malformed(f"expected a vector of {dim} numbers, got {lengths[row].as_py()}", row)
     values = array.flatten()  # without the items of null rows
     if values.null_count:
         position = _first(values.is_null())

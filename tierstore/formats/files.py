@@ -93,10 +93,11 @@ def _translated(doing: str, path: Path) -> Iterator[None]:
     except TierstoreError:
         raise
     except OSError as error:
-        raise _storage_error(f"cannot {doing} {path}", error) from error
+        raise storage_error(f"cannot {doing} {path}", error) from error
 
 
-def _storage_error(what: str, error: OSError) -> StorageError:
+def storage_error(what: str, error: OSError) -> StorageError:
+    """Our error for an OSError of the disk."""
     why = error.strerror or str(error)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return DiskFull(f"{what}: the disk is full; free some space and try again ({why})")
@@ -120,16 +121,25 @@ class Publication:
     def commit(self) -> None:
         """Make the file durable, then visible under its name. On an error the temporary file is removed."""
         try:
-            with _translated("publish", self.path):
-                if self._durable:
-                    _file_system.fsync(self.file)
-                self.file.close()
-                _file_system.rename(self._temporary, self.path)
+            self.flush()
+            self.show()
         except BaseException:
             self.abort()
             raise
         if self._durable:
             fsync_dir(self.path.parent)
+
+    def flush(self) -> None:
+        """The first half of `commit`: the content is durable, and nothing is visible yet."""
+        with _translated("publish", self.path):
+            if self._durable:
+                _file_system.fsync(self.file)
+            self.file.close()
+
+    def show(self) -> None:
+        """The second half, after `flush`: the file has its name, which is durable once its directory is."""
+        with _translated("publish", self.path):
+            _file_system.rename(self._temporary, self.path)
 
     def abort(self) -> None:
         """Remove the temporary file. Safe to call twice, but not after `commit`."""
@@ -147,7 +157,7 @@ class Publication:
             return
         self.abort()
         if isinstance(error, OSError) and not isinstance(error, TierstoreError):
-            raise _storage_error(f"cannot write {self.path}", error) from error
+            raise storage_error(f"cannot write {self.path}", error) from error
 
 
 def publish(path: str | Path, *, durable: bool = True) -> Publication:
@@ -161,12 +171,43 @@ def scratch(directory: str | Path) -> BinaryIO:
         return cast(BinaryIO, tempfile.TemporaryFile(dir=directory))
 
 
+def create(path: Path) -> BinaryIO:
+    """A new file under its own name, for work that syncs it and then moves it."""
+    with _translated("create", path):
+        return _file_system.create(path)
+
+
 def publish_bytes(path: str | Path, data: bytes | bytearray | memoryview, *, private: bool = False) -> None:
     """Replace `path` by `data`, atomically and durably; `private`: for its owner alone."""
     with publish(path) as file:
         if private:
             make_private(file.fileno(), Path(path))
         file.write(data)
+
+
+def publish_all(contents: Sequence[tuple[Path, Sequence[bytes | memoryview]]]) -> None:
+    """Publish files of one directory, each of the pieces given, with one flush of the directory.
+
+    All are durable before the first gets its name, and they get their names in their order. An error may leave some of
+    the names: the caller removes them.
+    """
+    publications: list[Publication] = []
+    try:
+        for path, pieces in contents:
+            publications.append(publication := Publication(path))
+            with _translated("write", path):
+                for piece in pieces:
+                    publication.file.write(piece)
+        for publication in publications:
+            publication.flush()
+        for publication in publications:
+            publication.show()
+    except BaseException:
+        for publication in publications:
+            publication.abort()
+        raise
+    for folder in dict.fromkeys(path.parent for path, _ in contents):
+        fsync_dir(folder)
 
 
 def publish_json(path: str | Path, document: Any) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 from tierstore.kafka.messages import Head, KafkaMessage, digest_of
@@ -173,13 +173,13 @@ class Window:
                 return
             yield from self.at(model, other)
 
-    def needed(self, partition: int, position: int, *, without: Held | None = None) -> int:
+    def needed(self, partition: int, position: int, *, without: Collection[Held] = ()) -> int:
         """The lowest offset of a partition that has to be read again after a crash, where `position` is read next.
 
-        `without`: a delta that counts as applied.
+        `without`: deltas that count as applied.
         """
         offsets = self._offsets.get(partition)
-        mine = list(without.offsets.values()) if without is not None and without.partition == partition else []
+        mine = [offset for held in without if held.partition == partition for offset in held.offsets.values()]
         if offsets is not None:
             for offset in mine:
                 offsets.remove(offset)

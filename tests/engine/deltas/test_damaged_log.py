@@ -14,7 +14,7 @@ from tests.engine import scenes
 from tests.engine.lifecycle.test_start import SMALL, item, loaded
 from tests.engine.test_store import folded
 from tests.formats.disks import ForgetfulDisk
-from tierstore.engine.deltas.log import DeltaLog
+from tierstore.engine.deltas.log import DeltaLog, NewEntry
 from tierstore.engine.serving.record import StateRecord
 from tierstore.errors import Corruption, NotReady, SnapshotError, StorageError, TierstoreError
 from tierstore.formats import files
@@ -184,7 +184,7 @@ def test_a_log_that_begins_again_earlier_looks_whole_after_power_failed(tmp_path
         log = DeltaLog(where, StateRecord(where, "ctr"))
         log.restart(0)
         for seq in range(1, 6):
-            log.append(seq, b"delta", f"{seq:016x}")
+            log.append(NewEntry(seq, b"delta", f"{seq:016x}"))
         with open(where.log_end, "rb") as end:
             disk.fsync(end)
         for folder in (tmp_path, *(path for path in tmp_path.rglob("*") if path.is_dir())):

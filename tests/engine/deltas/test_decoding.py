@@ -13,9 +13,9 @@ import pyarrow as pa
 import pytest
 
 from tests.engine import scenes
-from tierstore.engine.deltas import apply, incoming
+from tierstore.engine.deltas import apply
 from tierstore.errors import Conflict, Overloaded, TooLarge
-from tierstore.formats.delta.reader import read_head
+from tierstore.formats.delta.reader import Undecoded
 
 ROWS = 1 << 18
 
@@ -35,16 +35,16 @@ def bomb(seq: int, value: float = 0.0) -> bytes:
 def test_what_a_delta_claims_is_reserved_before_it_is_decoded(store, tmp_path, monkeypatch):
     store.load_snapshot(scenes.write_snapshot(tmp_path))
     data = bomb(1)
-    needed = read_head(data).decoded_bytes
+    needed = Undecoded(data).head.decoded_bytes
     assert needed > 100 * len(data)
     decoding, decoded = store.shared.decoding, []
-    read = incoming.read_delta
+    decode = Undecoded.decode
 
-    def counted(*args: object, **options: object) -> object:
+    def counted(*args: Any) -> Any:
         decoded.append(decoding.used)
-        return read(*args, **options)  # type: ignore[arg-type]
+        return decode(*args)
 
-    monkeypatch.setattr(incoming, "read_delta", counted)
+    monkeypatch.setattr(Undecoded, "decode", counted)
     with decoding.reserved(decoding.total - needed + 1), pytest.raises(Overloaded, match="being decoded"):
         store.apply_delta(data)
     assert decoded == []
@@ -62,7 +62,7 @@ def test_what_a_delta_claims_is_reserved_before_it_is_decoded(store, tmp_path, m
 def test_deleted_rows_are_reserved_as_well(store, tmp_path):
     store.load_snapshot(scenes.write_snapshot(tmp_path))
     data = scenes.delta(1, {"item": ([1], scenes.vectors("item", 1, [1]))}, {"item": range(2, 100_000)})
-    head, decoding = read_head(data), store.shared.decoding
+    head, decoding = Undecoded(data).head, store.shared.decoding
     more = 99_999 * 4 * scenes.DIM["item"]
     with decoding.reserved(decoding.total - head.decoded_bytes - more + 1), pytest.raises(Overloaded):
         store.apply_delta(data)
@@ -77,7 +77,7 @@ def test_rows_that_are_gathered_and_encoded_are_reserved_as_well(store, tmp_path
     keys = range(100_000)
     data = scenes.delta(1, {"item": (keys, scenes.vectors("item", 1, keys))})
     rows = 100_000 * 4 * scenes.DIM["item"]
-    head, decoding, used = read_head(data), store.shared.decoding, []
+    head, decoding, used = Undecoded(data).head, store.shared.decoding, []
     encode = apply.encode_delta
 
     def counted(*args, **options):
@@ -99,7 +99,7 @@ def test_rows_that_are_gathered_and_encoded_are_reserved_as_well(store, tmp_path
 def test_a_delta_that_is_alone_may_have_what_it_takes(store, tmp_path, monkeypatch):
     store.load_snapshot(scenes.write_snapshot(tmp_path))
     data = scenes.delta(1, {"item": (range(1000), scenes.vectors("item", 1, range(1000)))})
-    monkeypatch.setattr(store.shared.decoding, "total", read_head(data).decoded_bytes)
+    monkeypatch.setattr(store.shared.decoding, "total", Undecoded(data).head.decoded_bytes)
     assert store.apply_delta(data).applied
     assert store.shared.decoding.used == 0
 
@@ -119,7 +119,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 READ = """
 import sys
-from tierstore.formats.delta.reader import read_delta, read_head
+from tierstore.formats.delta.reader import Undecoded, read_delta
 
 def memory(name):
     (line,) = (line for line in open("/proc/self/status") if line.startswith(name))
@@ -129,7 +129,7 @@ small, data = (open(path, "rb").read() for path in sys.argv[1:])
 read_delta(small)  # what is imported and compiled by it counts for nothing
 with open("/proc/self/clear_refs", "w") as file:
     file.write("5")  # the peak begins anew
-reserved, before = [read_head(data).decoded_bytes], memory("VmRSS")
+reserved, before = [Undecoded(data).head.decoded_bytes], memory("VmRSS")
 delta = read_delta(data, reserve=reserved.append)
 print(sum(reserved), memory("VmHWM") - before)
 """

@@ -16,6 +16,7 @@ from tierstore.engine.data.overlay import OverlayTable
 from tierstore.engine.deltas import apply, incoming
 from tierstore.engine.versions.version import Version
 from tierstore.errors import Conflict, DeltaError, NotReady, Overloaded, SequenceGap, SnapshotError, TooLarge
+from tierstore.formats.delta.reader import Undecoded
 from tierstore.kernels import overlay_index
 from tierstore.tiers.background import is_background
 from tierstore.types import KeyType, StorageDtype, TableSpec
@@ -73,11 +74,11 @@ def test_a_large_delta_and_a_fold_are_worked_on_at_a_low_priority(store, tmp_pat
     store.load_snapshot(scenes.write_snapshot(tmp_path))
     delta = scenes.stamped(1, {"item": [1]})
     monkeypatch.setattr(incoming, "LARGE_BYTES", len(delta) + (not large))
-    for owner, name in ((incoming, "read_delta"), (apply, "encode_delta"), (Version, "fold")):
+    for owner, name in ((Undecoded, "decode"), (apply, "encode_delta"), (Version, "fold")):
         noting(owner, name)
     assert store.apply_delta(delta).applied
     folded(store)
-    assert seen == [("read_delta", large), ("encode_delta", large), ("fold", True)]
+    assert seen == [("decode", large), ("encode_delta", large), ("fold", True)]
     assert not is_background()
 
 

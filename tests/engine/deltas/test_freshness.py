@@ -13,6 +13,7 @@ import tierstore
 from tests.engine import scenes
 from tests.engine.test_store import folded
 from tierstore.engine.events.changes import REQUESTER
+from tierstore.formats.delta.reader import Undecoded
 
 pytestmark = pytest.mark.usefixtures("quick_loads")
 
@@ -119,7 +120,7 @@ def test_to_say_how_old_the_newest_delta_is_nothing_of_it_is_decoded(tmp_path, o
         def refuse(*_: object, **__: object) -> None:
             raise AssertionError("the whole delta is read")
 
-        patch.setattr("tierstore.formats.delta.reader._read", refuse)
+        patch.setattr(Undecoded, "_decode", refuse)
         patch.setattr("tierstore.engine.deltas.log.read_regular", refuse)
         assert status(store)["last_event_time"] == (NOW - timedelta(days=2)).isoformat()
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tierstore.engine.deltas import origin as origins
-from tierstore.engine.deltas.log import DeltaLog
+from tierstore.engine.deltas.log import DeltaLog, NewEntry
 from tierstore.engine.serving.record import StateRecord
 from tierstore.errors import Corruption
 from tierstore.formats.names import ModelDirectory
@@ -30,7 +30,7 @@ def test_it_is_logged_with_the_delta(tmp_path: Path) -> None:
     log.restart(3)
     for seq, origin in ((4, None), (5, ORIGIN), (6, None)):
         data = b"delta %d" % seq
-        log.append(seq, data, digest_of(data), origin)
+        log.append(NewEntry(seq, data, digest_of(data), origin))
     again = log_at(tmp_path)
     assert [again.read(seq) for seq in (4, 5, 6)] == [b"delta 4", b"delta 5", b"delta 6"]
     assert (again.newest_origin("kafka"), again.newest_origin("other")) == (ORIGIN, None)
@@ -40,7 +40,7 @@ def test_it_is_logged_with_the_delta(tmp_path: Path) -> None:
 def test_its_damage_is_noticed(tmp_path: Path, place: int) -> None:
     log = log_at(tmp_path)
     log.restart(3)
-    log.append(4, b"delta", digest_of(b"delta"), ORIGIN)
+    log.append(NewEntry(4, b"delta", digest_of(b"delta"), ORIGIN))
     (path,) = entries(tmp_path)
     damaged = bytearray(path.read_bytes())
     damaged[place] ^= 1

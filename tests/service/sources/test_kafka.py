@@ -20,6 +20,7 @@ from tests.kafka_broker import REAL, Brokers
 from tests.service.conftest import eventually, settings_for
 from tests.service.scenes import delta, rows, write_small, write_snapshot
 from tests.service.sources.kafka_scenes import TopicScene, confluent_kafka
+from tierstore.engine.deltas.origin import read as read_origin
 from tierstore.engine.store import Store
 from tierstore.errors import Conflict, NotFound, Overloaded
 from tierstore.kafka import reader
@@ -348,6 +349,7 @@ def test_a_store_that_accepts_nothing_pauses_reading(scene: Scene, monkeypatch: 
         return type(model).apply_delta(model, *arguments)
 
     monkeypatch.setattr(model, "apply_delta", apply)
+    monkeypatch.setattr(model, "apply_run", lambda run: 0)
     scene.delta(4, {1: 40.0})
     scene.delta(5, {1: 50.0})
     scene.is_in("waiting", "faster than they are folded")
@@ -492,3 +494,32 @@ def test_each_delta_comes_in_once_wherever_the_process_ends(tmp_path: Path) -> N
         test.producer.digests["ads"][0] = "0" * 16  # it notices what is not as it was produced
         with pytest.raises(Wrong, match="delta 1 is not what was produced"):
             test._look(tmp_path / "disk", "signal")
+
+
+def test_deltas_that_were_read_together_are_applied_together(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is logged with its own place in the topic, and one that is bad is parked in its turn."""
+    runs: list[int] = []
+    together = scene.store.apply_run
+
+    def noted(*arguments: Any) -> int:
+        runs.append(together(*arguments))
+        return runs[-1]
+
+    monkeypatch.setattr(scene.store, "apply_run", noted)
+    for seq in range(5, 10):
+        scene.delta(seq, {1: seq * 10.0, 100 + seq: float(seq)})
+    scene.put(b"no delta", model="ctr", seq=10)
+    scene.delta(11, {1: 110.0})
+    scene.follow()
+    scene.is_in("held up", "delta 4 is missing")
+    scene.delta(4, {1: 40.0})
+    scene.is_in("held up", "delta 10 is parked")
+    scene.expect(1, 90.0)
+    assert max(runs) == 6
+    scene.expect(105, 5.0)
+    log = scene.store.model("ctr").log
+    where = scene.store.root.model("ctr")
+    stored = [read_origin(where.log_entry(seq, str(log.digest(seq)))) for seq in range(4, 10)]
+    assert [origin["offsets"] for origin in stored if origin] == [[7], [0], [1], [2], [3], [4]]
+    assert [origin["resume"] for origin in stored if origin] == [{"0": n} for n in range(6)]
+    scene.is_in("held up", applied=6, parked=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -162,3 +163,30 @@ def test_a_directory_that_goes_away_is_reported(watched: Watched) -> None:
     watched.put("4.arrow", delta(4, {1: 40.0}))
     watched.expect(1, 40.0)
     assert watched.watcher.errors == errors
+
+
+def test_files_that_wait_are_applied_together_and_a_bad_one_holds_up_those_after_it(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs: list[int] = []
+    together = watched.store.apply_run
+
+    def noted(*arguments: Any) -> int:
+        runs.append(together(*arguments))
+        return runs[-1]
+
+    monkeypatch.setattr(watched.store, "apply_run", noted)
+    (watched.directory / "ctr").rename(watched.root / "aside")
+    for seq in range(4, 12):
+        path = watched.root / "aside" / f"{seq}.arrow"
+        path.write_bytes(delta(seq, {1: float(seq), 100 + seq: float(seq)}) if seq != 9 else b"no delta")
+    (watched.root / "aside").rename(watched.directory / "ctr")
+    watched.expect(1, 8.0)
+    watched.held_up("9.arrow")
+    assert runs[0] == 5
+    watched.put("9.arrow", delta(9, {1: 9.0}))
+    watched.expect(1, 11.0)
+    watched.expect(104, 4.0)
+    watched.expect(111, 11.0)
+    eventually(lambda: watched.watcher.applied == 8, "each is counted")
+    assert watched.watcher.status()["held_up"] == {}

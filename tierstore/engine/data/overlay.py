@@ -26,7 +26,8 @@ from tierstore.types import Keys, Partitions, Rows, TableSpec
 class OverlayTable:
     """One table in an overlay: distinct `keys` ascending, their `rows` as stored, and which are deletions.
 
-    `times`: when they were written, if the table has a ttl.
+    `times`: when they were written, if the table has a ttl. What look-ups need is made by `prepare`, or else by the
+    first of them: an overlay that is merged into the next one, or folded at once, does without.
     """
 
     __slots__ = ("_answering", "deleted", "keys", "nbytes", "rows", "spec", "times")
@@ -35,15 +36,24 @@ class OverlayTable:
         self, spec: TableSpec, keys: Keys, rows: Rows, deleted: np.ndarray, times: Times | None = None
     ) -> None:
         self.spec, self.keys, self.rows, self.deleted, self.times = spec, keys, rows, deleted, times
-        index = overlay_index.build(keys)
-        self._answering = overlay_index.Answering(index, keys, rows, deleted, spec.dtype, spec.dim)
+        self._answering: overlay_index.Answering | None = None
         kept = (keys, rows, deleted) if times is None else (keys, rows, deleted, times)
-        self.nbytes = self._answering.index_bytes + sum(array.nbytes for array in kept)
+        self.nbytes = _index_bytes(len(keys)) + sum(array.nbytes for array in kept)
+
+    def prepare(self) -> overlay_index.Answering:
+        """Make it ready for look-ups. Any thread; of two at once both make the same."""
+        answering = self._answering
+        if answering is None:
+            spec = self.spec
+            answering = self._answering = overlay_index.Answering(
+                overlay_index.build(self.keys), self.keys, self.rows, self.deleted, spec.dtype, spec.dim
+            )
+        return answering
 
     @property
     def words(self) -> np.ndarray:
         """The addresses of its parts, for kernels: `overlay_index.Answering.words`."""
-        return self._answering.words
+        return self.prepare().words
 
     @property
     def filter_bytes(self) -> int:
@@ -60,6 +70,12 @@ class OverlayTable:
             new = overlay_index.Part(newer.keys, as_rows(newer.times), newer.deleted)
             times = from_rows(overlay_index.merge(old, new).rows)
         return OverlayTable(self.spec, *both, times)
+
+
+def _index_bytes(keys: int) -> int:
+    """`overlay_index.Answering.index_bytes` of an index over so many keys."""
+    slots = 1 << max(2 * keys - 1, 0).bit_length()
+    return 8 * (slots + max(1, slots >> 3))
 
 
 @dataclass(slots=True, eq=False)
@@ -89,6 +105,11 @@ class Overlay:
     def says_of_dense(self) -> bool:
         """Whether its deltas brought a dense part, which fits the version or was passed over."""
         return bool(self.heads or self.passed_over)
+
+    def prepare(self) -> None:
+        """Make its tables ready for look-ups."""
+        for table in self.tables.values():
+            table.prepare()
 
     def merged(self, newer: Overlay) -> Overlay:
         """This overlay merged with the one that follows it."""

@@ -13,15 +13,16 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from functools import partial, reduce
 
 from tierstore.engine.data.dense_head import Heads
 from tierstore.engine.data.disk_room import DiskRoom
 from tierstore.engine.data.overlay import Overlay, encode_delta, stack
 from tierstore.engine.deltas.dense import DenseParts
-from tierstore.engine.deltas.incoming import gently
-from tierstore.engine.deltas.log import DeltaLog
+from tierstore.engine.deltas.incoming import Incoming, gently, may_run
+from tierstore.engine.deltas.log import DeltaLog, NewEntry
 from tierstore.engine.deltas.newest_event import NewestEvent
 from tierstore.engine.deltas.origin import Origin, with_passed_over
 from tierstore.engine.deltas.replay import missing, unfolded
@@ -31,13 +32,28 @@ from tierstore.engine.reads.view import View
 from tierstore.engine.serving.live import LiveViews
 from tierstore.engine.serving.routing import Routing
 from tierstore.engine.versions.version import Version
-from tierstore.errors import Conflict, DeltaError, NotReady, SequenceGap, TooLarge
+from tierstore.errors import Conflict, DeltaError, NotReady, SequenceGap, StorageError, TierstoreError, TooLarge
+from tierstore.formats.colliding import CollidingKeys
 from tierstore.formats.delta.reader import Delta, DeltaHead
 from tierstore.types import DeltaResult, TableSpec
 
 log = logging.getLogger(__name__)
 
 Brought = dict[Version, Heads]  # version → dense parts of a delta, ready to run
+
+
+@dataclass(slots=True)
+class _Stacked:
+    """Overlays that come onto a view, and the colliding keys with them."""
+
+    view: View
+    colliding: Mapping[str, CollidingKeys]
+    overlays: list[Overlay] = field(default_factory=list)
+
+    def add(self, overlay: Overlay) -> None:
+        self.overlays.append(overlay)
+        if overlay.colliding:
+            self.colliding = {**self.colliding, **overlay.colliding}
 
 
 class DeltaPath:
@@ -72,7 +88,7 @@ class DeltaPath:
         """
         if delta.dense:  # the threads of a session would inherit the priority
             return self._apply(delta, data, origin, lenient)
-        return gently(data, self._live.overlay_budget, lambda: self._apply(delta, data, origin, lenient))
+        return gently(len(data), self._live.overlay_budget, lambda: self._apply(delta, data, origin, lenient))
 
     def _apply(self, delta: Delta, data: bytes | memoryview, origin: Origin | None, lenient: bool) -> DeltaResult:
         model = self._live.model
@@ -114,11 +130,71 @@ class DeltaPath:
                 raise
             if undone is None:
                 self.newest_event.applied(delta.seq, delta.event_time, requester())
+        self._tell(delta)
+        return DeltaResult(model, delta.seq, applied=True)
+
+    def _tell(self, delta: Delta) -> None:
         freshness_s = (datetime.now(UTC) - delta.event_time).total_seconds()
         rows = sum(len(table.keys) for table in delta.tables.values())
         for observer in self._observers:
-            observer.delta_visible(model, delta.seq, rows, freshness_s)
-        return DeltaResult(model, delta.seq, applied=True)
+            observer.delta_visible(self._live.model, delta.seq, rows, freshness_s)
+
+    def next_in_run(self) -> int | None:
+        """The seq of the delta with which `apply_run` begins now; None while it takes none."""
+        served, last = self._live.served, self._log.last
+        if last is None or served.active is None or any(view.seq != last for view in served.views):
+            return None
+        return last + 1
+
+    def apply_run(self, run: Sequence[Incoming]) -> int:
+        """Apply the next deltas of the log together: flushed side by side, counted and published in one step.
+
+        Returns how many of them, from the first on; those are acknowledged, and the others have changed nothing. What
+        cannot be taken in together (a dense part, one for a version alone, one that is not next or is refused) is to be
+        applied by itself, and then there is an error that says why.
+        """
+        nbytes = sum(len(data) for _, data, _ in run)
+        applied = gently(nbytes, self._live.overlay_budget, lambda: self._apply_run(run))
+        for delta, _, _ in run[:applied]:
+            self._tell(delta)
+        return applied
+
+    def _apply_run(self, run: Sequence[Incoming]) -> int:
+        with self._live.write:
+            self._show_logged()
+            served, budget, first = self._live.served, self._live.overlay_budget, self.next_in_run()
+            if first is None:
+                return 0
+            entries, stacked, reserved = list[NewEntry](), [_Stacked(view, view.colliding) for view in served.views], 0
+            try:
+                with contextlib.suppress(TierstoreError):  # whoever applies it by itself hears why
+                    for seq, (delta, data, origin) in enumerate(run, first):
+                        if delta.seq != seq or not may_run(delta) or self._log.undone.range_of(seq):
+                            break
+                        overlays = [self._encode(delta, each.view, served, each.colliding) for each in stacked]
+                        self._room.check_delta(len(data))
+                        budget.reserve(nbytes := _bytes(overlays))
+                        reserved += nbytes
+                        for each, overlay in zip(stacked, overlays, strict=True):
+                            each.add(overlay)
+                        entries.append(NewEntry(seq, data, delta.digest, origin))
+            except BaseException:
+                budget.release(reserved)
+                raise
+            if not entries:
+                return 0
+            try:
+                by_view = [each.overlays for each in stacked]
+                self._publish(served.views, by_view, served, lambda: self._log.append(*entries))
+            except StorageError:  # none of them counts
+                return 0
+            except BaseException:  # if they are in the log they count as held
+                with contextlib.suppress(Exception):  # otherwise the next delta tries again
+                    self._show_logged()
+                raise
+            newest = run[len(entries) - 1][0]
+            self.newest_event.applied(newest.seq, newest.event_time, requester())
+            return len(entries)
 
     def held(self, head: DeltaHead) -> DeltaResult | None:
         """The result for a delta that the log has already, which need not be decoded; None for any other delta."""
@@ -186,37 +262,40 @@ class DeltaPath:
         def log_it() -> None:
             by_view = list(zip(views, overlays, strict=True))
             passed_over = [view.version for view, overlay in by_view if overlay.passed_over]
-            self._log.append(delta.seq, data, delta.digest, with_passed_over(origin, passed_over))
+            self._log.append(NewEntry(delta.seq, data, delta.digest, with_passed_over(origin, passed_over)))
             for view, overlay in by_view:
                 if overlay.heads:
                     view.open_version.info.dense_accepted_upto = delta.seq
 
+        alone = [[overlay] for overlay in overlays]
         fits_memory = overlays[0].nbytes <= self._live.overlay_budget.total
         with _naming_the_canary(views[-1 if fits_memory else 0], served):
             self._live.overlay_budget.reserve(_bytes(overlays))
-        self._publish(views, overlays, served, delta.seq, log_it)
+        self._publish(views, alone, served, log_it)
 
     def _publish(
         self,
         views: Sequence[View],
-        overlays: Sequence[Overlay],
+        overlays: Sequence[Sequence[Overlay]],
         served: Routing,
-        seq: int,
         first: Callable[[], None] = lambda: None,
     ) -> None:
-        """Publish overlays, whose bytes are reserved, over views.
+        """Publish overlays, whose bytes are reserved, over views: for each those that follow, the oldest first.
 
         Everything that may fail comes before `first`, except for lack of memory.
         """
         budget, after = self._live.overlay_budget, served
-        reserved = surplus = _bytes(overlays)
+        reserved = surplus = sum(map(_bytes, overlays))
         try:
             stacks = [
-                stack(view.overlays, overlay, frozen=self._live.folding)
-                for view, overlay in zip(views, overlays, strict=True)
+                reduce(partial(stack, frozen=self._live.folding), each, view.overlays)
+                for view, each in zip(views, overlays, strict=True)
             ]
+            for newest, *_ in stacks:
+                newest.prepare()
             after = served.with_views(
-                View(view.open_version, stacked, seq) for view, stacked in zip(views, stacks, strict=True)
+                View(view.open_version, stacked, each[-1].hi)
+                for view, stacked, each in zip(views, stacks, overlays, strict=True)
             )
             # frees rows that a newer delta in the same overlay replaced
             surplus = sum(view.overlay_bytes for view in views) + reserved - sum(map(_bytes, stacks))
@@ -237,13 +316,17 @@ class DeltaPath:
             overlay = unfolded(view, self._log, self._dense, limit=budget.total)
             if overlay is not None:
                 budget.reserve(overlay.nbytes)
-                self._publish([view], [overlay], served, overlay.hi)
+                self._publish([view], [[overlay]], served)
 
-    def _encode(self, delta: Delta, view: View, served: Routing) -> Overlay:
+    def _encode(
+        self, delta: Delta, view: View, served: Routing, colliding: Mapping[str, CollidingKeys] | None = None
+    ) -> Overlay:
+        """`colliding`: the colliding keys before this delta, if deltas that the view lacks come between."""
         with _naming_the_canary(view, served):
             for_it = delta.base_version in (None, view.version)
             version = view.open_version
-            return encode_delta(delta, version.specs, view.colliding, for_this_version=for_it, own=version.info.own)
+            before = view.colliding if colliding is None else colliding
+            return encode_delta(delta, version.specs, before, for_this_version=for_it, own=version.info.own)
 
     def _brought(self, delta: Delta, view: View, served: Routing) -> Heads:
         with _naming_the_canary(view, served):

@@ -11,8 +11,9 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from tierstore.engine.data.budget import DecodeBudget, OverlayBudget
+from tierstore.engine.deltas.origin import Origin
 from tierstore.errors import DeltaError
-from tierstore.formats.delta.reader import Delta, DeltaHead, read_delta, read_head
+from tierstore.formats.delta.reader import Delta, DeltaHead, Undecoded, read_delta
 from tierstore.formats.delta.source import DeltaSource, delta_bytes
 from tierstore.tiers.background import in_background
 
@@ -20,6 +21,7 @@ LARGE_BYTES = 1 << 20  # larger deltas take milliseconds of a processor, which l
 KEPT_BYTES = 16 << 20
 _KEY_BYTES = 32  # of a row in an overlay beside its numbers, at most: key, index, marks
 T = TypeVar("T")
+Incoming = tuple[Delta, bytes | memoryview, Origin | None]  # a delta, what it was read from, and its origin
 
 
 class IncomingDelta:
@@ -27,7 +29,8 @@ class IncomingDelta:
 
     def __init__(self, source: DeltaSource, model: str | None, seq: int | None) -> None:
         self.data = delta_bytes(source)
-        self.head: DeltaHead = read_head(self.data)
+        self._undecoded = Undecoded(self.data)
+        self.head: DeltaHead = self._undecoded.head
         if model is not None and self.head.model != model:
             raise DeltaError(f"expected a delta of model {model!r}, got one of {self.head.model!r}")
         if seq is not None and self.head.seq != seq:
@@ -35,14 +38,19 @@ class IncomingDelta:
 
     @contextmanager
     def decoded(self, decoding: DecodeBudget, unfolded: OverlayBudget) -> Iterator[Delta]:
-        """Decode the delta; its bytes stay reserved for the block. Overloaded if other deltas have them.
+        """Decode the delta, once; its bytes stay reserved for the block. Overloaded if other deltas have them.
 
         The bytes are those of its batches, of the rows gathered from them, and of these as stored.
         """
         with decoding.reserved(self.head.decoded_bytes) as more:
-            delta = gently(self.data, unfolded, lambda: read_delta(self.data, reserve=more))
+            delta = gently(len(self.data), unfolded, lambda: self._undecoded.decode(more))
             more(_bytes_in_memory(delta))
             yield delta
+
+
+def may_run(delta: Delta) -> bool:
+    """Whether a delta can be applied together with others: it changes rows alone, and of every version."""
+    return not delta.dense and delta.base_version is None
 
 
 class DecodedDeltas:
@@ -76,6 +84,8 @@ def _bytes_in_memory(delta: Delta) -> int:
     return sum(len(table.keys) * (4 * (table.dim or 0) + _KEY_BYTES) for table in delta.tables.values())
 
 
-def gently(data: bytes | memoryview, unfolded: OverlayBudget, work: Callable[[], T]) -> T:
-    """Do `work` on a large delta at a low priority, unless deltas arrive faster than they are folded."""
-    return work() if len(data) < LARGE_BYTES or unfolded.used else in_background(work)
+def gently(nbytes: int, unfolded: OverlayBudget, work: Callable[[], T]) -> T:
+    """Do `work` on so many bytes of deltas, if they are many at a low priority, unless deltas arrive faster than they
+    are folded.
+    """
+    return work() if nbytes < LARGE_BYTES or unfolded.used else in_background(work)

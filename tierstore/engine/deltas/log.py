@@ -27,6 +27,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import xxhash
 
@@ -52,6 +53,15 @@ class Lost:
     first: int
     last: int
     why: str
+
+
+class NewEntry(NamedTuple):
+    """What is logged of a delta: its bytes, their digest, and where they came from."""
+
+    seq: int
+    data: bytes | memoryview
+    digest: str
+    origin: Origin | None = None
 
 
 class DeltaLog:
@@ -93,6 +103,7 @@ class DeltaLog:
             else:
                 paths.setdefault(seq, []).append(path)
                 self._entries[seq] = digest
+        self._drop_end_of_run(start, paths)
         log = self._where.log
         for before, seq in pairwise([start, *paths]):
             path = paths[seq][0]
@@ -115,6 +126,27 @@ class DeltaLog:
             why = f"delta log {log}: {missing} missing, at its end; restore what is missing and start again"
             self._lose(self.last + 1, self._end, why)
             self.last = self._end
+
+    def _drop_end_of_run(self, start: int, paths: dict[int, list[Path]]) -> None:
+        """Drop what comes after a gap within a run of entries, of which the power has failed before they counted."""
+        gap = next((before + 1 for before, seq in pairwise([start, *paths]) if seq != before + 1), None)
+        if gap is None or gap <= self._end:
+            return
+        rest = [(seq, path) for seq in paths if seq > gap for path in paths[seq]]
+        try:
+            if any(origins.run_in(origins.read(path), seq) > gap for seq, path in rest):
+                return
+        except (OSError, Corruption, ValueError):
+            return  # `read` reports it
+        logger.warning(
+            "delta log %s: deltas from %d on were not acknowledged before the power failed", self._where.log, gap
+        )
+        for seq in {seq for seq, _ in rest}:
+            del paths[seq], self._entries[seq]
+        self._in_doubt += rest
+        with contextlib.suppress(StorageError):  # the next delta tries again
+            self.last = gap - 1
+            self._resolve_doubts()
 
     def _lose(self, first: int, last: int, why: str) -> None:
         self._lost.append(Lost(first, last, f"{why}, or load a snapshot whose delta_seq is {last} or larger"))
@@ -177,30 +209,40 @@ class DeltaLog:
         digest = self._entries.get(seq)
         return None if digest is None else _changed_s(self._where.log_entry(seq, digest)) or None
 
-    def append(self, seq: int, data: bytes | memoryview, digest: str, origin: Origin | None = None) -> None:
-        """Make an entry durable, with its origin. `seq` must be `last + 1`; on return both survive a crash."""
-        if self.last is None or seq != self.last + 1:
-            raise AssertionError(f"append of {seq} after {self.last}")
-        self._record.repair()  # or the next start might serve another version, without this delta
+    def append(self, *run: NewEntry) -> None:
+        """Make entries durable, with their origins, all or none. Their seqs must go on from `last`; on return all
+        survive a crash.
+
+        Their files are flushed before the first has its name, and their directory once. Power that fails before that
+        may leave any of the names; what comes after a gap of a run was not acknowledged, and the next start drops it.
+        """
+        first, age = run[0].seq, self.undone.age
+        if self.last is None or [entry.seq for entry in run] != list(range(self.last + 1, self.last + 1 + len(run))):
+            raise AssertionError(f"append of {[entry.seq for entry in run]} after {self.last}")
+        self._record.repair()  # or the next start might serve another version, without these deltas
         self._resolve_doubts()
-        path, age = self._where.log_entry(seq, digest), self.undone.age
-        if age != self._undone_noted:
-            origin = origins.with_undone(origin, age)
-        self._in_doubt.append((seq, path))
+        contents: list[tuple[Path, list[bytes | memoryview]]] = []
+        for entry in run:
+            origin = entry.origin
+            if entry.seq > first:
+                origin = origins.with_run(origin, first)
+            elif age != self._undone_noted:
+                origin = origins.with_undone(origin, age)
+            behind = [] if origin is None else [origins.encode(origin)]
+            contents.append((self._where.log_entry(entry.seq, entry.digest), [entry.data, *behind]))
+        self._in_doubt += [(entry.seq, path) for entry, (path, _) in zip(run, contents, strict=True)]
         try:
-            with files.publish(path) as file:
-                file.write(data)
-                if origin is not None:
-                    file.write(origins.encode(origin))
-            self._entries[seq] = digest
-            self.last = seq  # from here on it counts
+            files.publish_all(contents)
+            for entry in run:
+                self._entries[entry.seq] = entry.digest
+            self.last = run[-1].seq  # from here on they count
             self._undone_noted = age
         except BaseException:
-            # it is not acknowledged, so the next start must not find it next to another delta of that seq
+            # they are not acknowledged, so the next start must not find one next to another delta of that seq
             with contextlib.suppress(StorageError):
                 self._resolve_doubts()
             raise
-        self._note_end(seq)
+        self._note_end(run[-1].seq)
 
     def _note_end(self, seq: int) -> None:
         try:
@@ -343,7 +385,10 @@ def _write_end(where: ModelDirectory, seq: int) -> None:
     """Write in place, always the same length: a sector has the old number or the new one, wherever the power fails."""
     fd = os.open(where.log_end, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        os.ftruncate(fd, os.pwrite(fd, files.checked_number(seq, digits=END_DIGITS), 0))
+        content = files.checked_number(seq, digits=END_DIGITS)
+        os.pwrite(fd, content, 0)
+        if os.fstat(fd).st_size != len(content):  # of an earlier release
+            os.ftruncate(fd, len(content))
     finally:
         os.close(fd)
 

@@ -17,9 +17,10 @@ import xxhash
 from tierstore.engine.serving.undone import Age
 from tierstore.errors import Corruption
 
-Origin = Mapping[str, Any]  # a JSON object; only its source knows its content, except for the field below
+Origin = Mapping[str, Any]  # a JSON object; only its source knows its content, except for the fields below
 
 PASSED_OVER_BY = "dense_passed_over_by"  # versions that served and did not accept the delta's dense part
+RUN = "run"  # the first seq of the deltas that were logged together with it, where it is not that one
 UNDONE = "undone"  # the age of what was undone when the delta was logged, of the first delta since it changed
 
 _MAGIC = b"TIERORIG"  # no delta ends with it: a delta ends with the end mark of its last Arrow stream
@@ -52,6 +53,17 @@ def undone_in(origin: Origin | None) -> Age:
     """The age of what was undone that an origin names; the lowest where it names none."""
     age = (origin or {}).get(UNDONE)
     return (int(age[0]), int(age[1])) if isinstance(age, list) and len(age) == 2 else (0, 0)
+
+
+def with_run(origin: Origin | None, first: int) -> Origin:
+    """`origin` of a delta that was logged together with those from `first` on."""
+    return {**(origin or {}), RUN: first}
+
+
+def run_in(origin: Origin | None, seq: int) -> int:
+    """The first of the deltas that were logged together with delta `seq`, which has that origin."""
+    first = (origin or {}).get(RUN)
+    return first if isinstance(first, int) else seq
 
 
 def split(data: bytes, path: Path) -> tuple[bytes, Origin | None]:

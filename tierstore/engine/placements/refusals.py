@@ -40,6 +40,8 @@ TABLE: Mapping[Act, Mapping[Name, Refusal]] = {
     "load": {"upstream": _of_nodes("a load")},
     "held": {"upstream": _of_nodes("a delta")},
     "apply_delta": {"upstream": _of_nodes("a delta")},
+    "next_in_run": {"upstream": _of_nodes("a delta")},
+    "apply_run": {"upstream": _of_nodes("a delta")},
     "activate": {"upstream": _of_nodes("a switch")},
     "force": {"cluster": _not_yet("switch by force")},
     "rollback": {"upstream": _of_nodes("a rollback")},

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,7 +34,7 @@ from tierstore.formats.columns import (
     vector_column,
 )
 from tierstore.formats.delta.frames import BadFrames, split_streams
-from tierstore.formats.delta.head import DeltaWords, words_of
+from tierstore.formats.delta.head import words_of
 from tierstore.formats.names import head_of_table
 from tierstore.formats.regular import read_regular
 from tierstore.formats.strings import validate
@@ -121,21 +122,61 @@ def read_delta(
             data = read_regular(path)
         except OSError as error:
             raise StorageError(f"cannot read the delta {path}: {error.strerror or error}") from error
-    view = memoryview(data).cast("B")
-    return _as_delta(lambda: _read(view, max_decoded_bytes, reserve), view)
+    return Undecoded(data, max_decoded_bytes=max_decoded_bytes).decode(reserve)
 
 
-def read_head(data: bytes | memoryview, *, max_decoded_bytes: int = MAX_DECODED_BYTES) -> DeltaHead:
-    """Which delta that is, without decoding it. DeltaError as `read_delta`, for what the framing shows."""
-    view = memoryview(data).cast("B")
+class Undecoded:
+    """The bytes of a delta, of which only the framing and what it says of itself have been read: `head`.
 
-    def read() -> DeltaHead:
-        streams, decoded = split_streams(view, max_decoded_bytes)
-        start, end = streams[0]
-        head = words_of(pa.ipc.open_stream(pa.py_buffer(view[start:end])).schema.metadata or {})
-        return DeltaHead(head.model, head.seq, str(xxhash.xxh3_64_hexdigest(view)), decoded)
+    DeltaError as `read_delta`, for what the framing shows.
+    """
 
-    return _as_delta(read, view)
+    def __init__(self, data: bytes | bytearray | memoryview, *, max_decoded_bytes: int = MAX_DECODED_BYTES) -> None:
+        self._view, self._most = memoryview(data).cast("B"), max_decoded_bytes
+        _as_delta(self._open, self._view)
+
+    def _open(self) -> None:
+        self._streams, decoded = split_streams(self._view, self._most)
+        self._first = self._reader(self._streams[0])
+        self._words = words = words_of(self._first.schema.metadata or {})
+        self.head = DeltaHead(words.model, words.seq, str(xxhash.xxh3_64_hexdigest(self._view)), decoded)
+
+    def _reader(self, stream: tuple[int, int]) -> pa.RecordBatchStreamReader:
+        return pa.ipc.open_stream(pa.py_buffer(self._view[slice(*stream)]))
+
+    def decode(self, reserve: Callable[[int], None] = lambda _: None) -> Delta:
+        """Validate and decode it; once. See `read_delta`."""
+        return _as_delta(lambda: self._decode(reserve), self._view)
+
+    def _decode(self, reserve: Callable[[int], None]) -> Delta:
+        words, streams = self._words, self._streams
+        tables: dict[str, _Collected] = {}
+        dense: dict[str, bytes] = {}
+        for number, stream in enumerate(streams):
+            reader = self._reader(stream) if number else self._first
+            if number and words_of(reader.schema.metadata or {}) != words:
+                raise DeltaError("bad delta: its streams differ in model, seq, event_time, base_version or parts")
+            for batch, metadata in reader.iter_batches_with_custom_metadata():
+                name = _table_name(metadata)
+                if (of := head_of_table(name)) is not None:
+                    dense[of] = _onnx(name, batch, reserve)
+                else:
+                    tables.setdefault(name, _Collected(name, reserve)).add(batch)
+        if len(streams) != words.parts:
+            raise DeltaError(
+                f"bad delta, cut or joined: expected {words.parts} streams, as its metadata `parts` says, "
+                f"got {len(streams)}"
+            )
+        return Delta(
+            model=words.model,
+            seq=words.seq,
+            event_time=words.event_time,
+            base_version=words.base_version,
+            tables={name: each.finish(self._most) for name, each in tables.items() if each.codes},
+            dense=dense,
+            digest=self.head.digest,
+            nbytes=len(self._view),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,39 +223,6 @@ def _as_delta(read: Callable[[], T], view: memoryview) -> T:
     except (pa.ArrowException, ValueError, TypeError, KeyError, OSError, MemoryError, OverflowError) as error:
         # Arrow raises several builtin types; all of them mean that the bytes are not Arrow
         raise DeltaError(f"bad delta: not valid Arrow data: {error}") from error
-
-
-def _read(view: memoryview, max_decoded_bytes: int, reserve: Callable[[int], None]) -> Delta:
-    heads: list[DeltaWords] = []
-    tables: dict[str, _Collected] = {}
-    dense: dict[str, bytes] = {}
-    streams, _ = split_streams(view, max_decoded_bytes)
-    for start, end in streams:
-        reader = pa.ipc.open_stream(pa.py_buffer(view[start:end]))
-        heads.append(words_of(reader.schema.metadata or {}))
-        for batch, metadata in reader.iter_batches_with_custom_metadata():
-            name = _table_name(metadata)
-            if (of := head_of_table(name)) is not None:
-                dense[of] = _onnx(name, batch, reserve)
-            else:
-                tables.setdefault(name, _Collected(name, reserve)).add(batch)
-    head = heads[0]
-    if any(other != head for other in heads[1:]):
-        raise DeltaError("bad delta: its streams differ in model, seq, event_time, base_version or parts")
-    if len(streams) != head.parts:
-        raise DeltaError(
-            f"bad delta, cut or joined: expected {head.parts} streams, as its metadata `parts` says, got {len(streams)}"
-        )
-    return Delta(
-        model=head.model,
-        seq=head.seq,
-        event_time=head.event_time,
-        base_version=head.base_version,
-        tables={name: collected.finish(max_decoded_bytes) for name, collected in tables.items() if collected.codes},
-        dense=dense,
-        digest=str(xxhash.xxh3_64_hexdigest(view)),
-        nbytes=len(view),
-    )
 
 
 def _table_name(metadata: Any) -> str:
@@ -280,17 +288,17 @@ class _Collected:
             raise Malformed(f"column {KEY!r}: expected {self.key or 'int64, uint64 or string'}, got {key.type}")
         self.key = key_type
         self.reserve(len(batch) * (_STRING_BYTES if key_type is KeyType.STRING else _ROW_BYTES))
-        if not pa.types.is_null(vector.type):
-            check_vector_kind(vector.type, None)
-            if value_kind(vector.type) not in (pa.float32(), pa.float16()):
-                raise Malformed(f"column {VECTOR!r}: expected float32 or float16, got {value_kind(vector.type)}")
+        brings_vectors = _brings_vectors(vector.type)
         validate(key)
         vector.validate(full=True)
         codes, strings = key_column(key, key_type)
-        kept = np.zeros(len(batch), np.bool_)
-        if not pa.types.is_null(vector.type):
-            kept = vector.is_valid().to_numpy(zero_copy_only=False)
+        if brings_vectors:
+            kept = (
+                vector.is_valid().to_numpy(zero_copy_only=False) if vector.null_count else np.ones(len(batch), np.bool_)
+            )
             self._add_vectors(vector, kept)
+        else:
+            kept = np.zeros(len(batch), np.bool_)
         self.codes.append(codes)
         self.kept.append(kept)
         if strings is not None:
@@ -325,14 +333,14 @@ class _Collected:
     def finish(self, max_bytes: int) -> DeltaTable:
         assert self.key is not None
         codes, kept = _joined(self.codes), _joined(self.kept)
-        last = dedup_last(codes)
+        last, all_kept = dedup_last(codes), bool(kept.all())
         given = None
         if self.key is KeyType.STRING:
             strings = pa.concat_arrays(self.strings)
             last = _last_of_each(strings, codes, last)
             given = strings, last
-        deleted = ~kept[last]
-        dim = self.dim if not deleted.all() else None
+        deleted = np.zeros(len(last), np.bool_) if all_kept else ~kept[last]
+        dim = self.dim if all_kept or not deleted.all() else None
         if dim is None:
             return DeltaTable(self.key, codes[last], np.zeros((len(last), 0), np.float32), deleted, None, given)
         dtype = np.result_type(*self.vectors)
@@ -343,12 +351,23 @@ class _Collected:
         joined = int(np.count_nonzero(kept)) * dim * dtype.itemsize if len(self.vectors) > 1 else 0
         self.reserve(joined + n * dim * dtype.itemsize)  # beside what they are copied from
         vectors = _joined(self.vectors)
-        if kept.all():
+        if all_kept:
             vectors = vectors.take(last, axis=0)
         else:  # a deleted row has no vector in the delta
             vectors = vectors.take(np.maximum(np.cumsum(kept) - 1, 0)[last], axis=0)
             vectors[deleted] = 0
         return DeltaTable(self.key, codes[last], vectors, deleted, dim, given)
+
+
+@lru_cache(64)
+def _brings_vectors(kind: pa.DataType) -> bool:
+    """Whether a column of this type may have vectors; Malformed if it has anything but float32, float16 or nothing."""
+    if pa.types.is_null(kind):
+        return False
+    check_vector_kind(kind, None)
+    if value_kind(kind) not in (pa.float32(), pa.float16()):
+        raise Malformed(f"column {VECTOR!r}: expected float32 or float16, got {value_kind(kind)}")
+    return True
 
 
 def _joined(parts: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:

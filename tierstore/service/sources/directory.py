@@ -28,6 +28,7 @@ from tierstore.types import NAME
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.2
+MOST_RUN, RUN_BYTES = 64, 8 << 20  # files that are applied together, and their bytes
 _CLOCK_STEP_NS = 2_000_000_000  # a directory that changed more recently is listed again: its clock is coarse
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 30.0  # for a bad file
@@ -126,10 +127,13 @@ class Watcher:
             feed.done = self._watermark(directory.name)
         files = sorted((seq, path) for path in directory.iterdir() if (seq := parse_delta_file(path.name)) is not None)
         waiting = [(seq, path) for seq, path in files if feed.done is None or seq > feed.done]
-        for seq, path in waiting:
-            if self._stop.is_set() or not self._apply(directory.name, feed, seq, path):
+        nothing_waits = not waiting
+        while waiting:
+            together = self._apply_run(directory.name, feed, waiting)
+            if not together and (self._stop.is_set() or not self._apply(directory.name, feed, *waiting[0])):
                 return
-        if not waiting:
+            del waiting[: together or 1]
+        if nothing_waits:
             feed.error = feed.failed = None  # the file that blocked the model is gone
         feed.listed_ns = changed_ns if time.time_ns() - changed_ns > _CLOCK_STEP_NS else -1
 
@@ -139,6 +143,30 @@ class Watcher:
         except TierstoreError:
             return None  # an unknown model: applying the delta reports it
         return watermark
+
+    def _apply_run(self, model: str, feed: _Feed, waiting: list[tuple[int, Path]]) -> int:
+        """Apply the first of these files together. Returns how many; where it is none, `_apply` says why."""
+        run: list[tuple[int, Path, None]] = []
+        left = RUN_BYTES
+        for seq, path in waiting[:MOST_RUN]:
+            try:
+                size = path.stat().st_size
+            except OSError:
+                break
+            left -= size
+            if left < 0 or size > self._max_delta or (feed.done is not None and seq != feed.done + len(run) + 1):
+                break
+            run.append((seq, path, None))
+        if len(run) < 2 or feed.failed is not None:
+            return 0
+        try:
+            applied: int = self._store.apply_run(model, run)
+        except TierstoreError:
+            return 0
+        if applied:
+            feed.done, feed.error, feed.pause_s = run[applied - 1][0], None, 0.0
+            self.applied += applied
+        return applied
 
     def _apply(self, model: str, feed: _Feed, seq: int, path: Path) -> bool:
         """Apply one file. Returns whether the next may follow."""

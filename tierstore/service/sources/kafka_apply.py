@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import UTC, datetime
 
+from tierstore.engine.deltas.origin import Origin
 from tierstore.engine.store import Store
 from tierstore.errors import (
     Conflict,
@@ -19,6 +21,7 @@ from tierstore.errors import (
     TierstoreError,
     TooLarge,
 )
+from tierstore.formats.delta.source import DeltaSource
 from tierstore.kafka.messages import KafkaMessage, check_digest
 from tierstore.kafka.parked import Parked, make_id
 from tierstore.kafka.reader import TopicReader
@@ -31,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 RETRY_S = 1.0  # after an error of a model that is not ready, or of the disk
 LONGEST_RETRY_S = 10.0
+MOST_RUN, RUN_BYTES = 64, 8 << 20  # deltas that are applied together, and bytes of their messages
 STANDBY_S = 2.0  # how long a delta may take to come from the leading node, before this one applies it
 
 
@@ -115,11 +119,38 @@ class Applier:
                 continue
             while not self._stopping.is_set() and (last := self.last(model)) is not None:
                 self._drop_held(model, last)
-                ready = [held for held in self._window.at(model, last + 1) if held.complete]
-                if not ready or not self._is_ours(ready[0]) or not self._try(ready[0]):
+                ready = self._ready(model, last)
+                if not ready or not self._is_ours(ready[0]) or not (self._try_run(ready) or self._try(ready[0])):
                     break
             if time.monotonic() < self.resume_s:
                 return
+
+    def _ready(self, model: str, last: int) -> list[Held]:
+        """The next deltas of a model, as many as were read whole and can be applied together."""
+        ready: list[Held] = []
+        for seq in range(last + 1, last + 1 + MOST_RUN):
+            complete = next((held for held in self._window.at(model, seq) if held.complete), None)
+            if complete is None or (ready and sum(held.nbytes for held in (*ready, complete)) > RUN_BYTES):
+                break
+            ready.append(complete)
+        return ready
+
+    def _try_run(self, ready: list[Held]) -> bool:
+        """Apply deltas together; False if none of them could be. Traces want to know what one delta took."""
+        if len(ready) < 2 or self._traces is not None:
+            return False
+        run: list[tuple[int, DeltaSource, Origin]] = []
+        for number, held in enumerate(ready, 1):
+            data = held.data()
+            try:
+                check_digest(data, held.digest)
+            except InvalidInput:  # it is parked in its turn
+                break
+            run.append((held.seq, data, self._origin(ready[:number])))
+        applied = ready[: self._store.apply_run(ready[0].model, run)] if len(run) > 1 else []
+        for held in applied:
+            self._applied(held)
+        return bool(applied)
 
     def _is_ours(self, held: Held) -> bool:
         """Whether this node should apply a delta now.
@@ -176,6 +207,10 @@ class Applier:
             self._not_before[held.model] = time.monotonic() + RETRY_S
             self.why[held.model] = str(error)
             return False
+        self._applied(held, applied)
+        return True
+
+    def _applied(self, held: Held, applied: bool = True) -> None:
         self._window.remove(held)
         self._not_before.pop(held.model, None)
         self.why.pop(held.model, None)
@@ -184,20 +219,23 @@ class Applier:
         else:
             self.stats.duplicates += 1
             self._standing_in.discard(held.model)  # another node has applied it
-        return True
 
     def _apply_now(self, held: Held) -> bool:
         data = held.data()
         check_digest(data, held.digest)
-        reader = self._reader
+        with self._traced(held):
+            origin = self._origin([held])
+            return self._store.apply_delta(data, model=held.model, seq=held.seq, origin=origin).applied
+
+    def _origin(self, run: Sequence[Held]) -> Origin:
+        """What is logged with the last delta of `run`, once all of them are applied."""
+        reader, held = self._reader, run[-1]
         assert reader is not None
         resume = {
-            partition: self._window.needed(partition, position, without=held)
+            partition: self._window.needed(partition, position, without=run)
             for partition, position in reader.positions.items()
         }
-        origin = self._positions.origin(resume, partition=held.partition, offsets=sorted(held.offsets.values()))
-        with self._traced(held):
-            return self._store.apply_delta(data, model=held.model, seq=held.seq, origin=origin).applied
+        return self._positions.origin(resume, partition=held.partition, offsets=sorted(held.offsets.values()))
 
     def _traced(self, held: Held) -> AbstractContextManager[None]:
         """Report what the block does with a delta, if that is wanted, by OpenTelemetry's conventions for messages."""

@@ -38,6 +38,7 @@ from tierstore.tiers.disk import changed_keys_file, sealed_rows
 from tierstore.tiers.disk.changed_keys import ChangedKeys
 from tierstore.tiers.disk.changed_keys_file import ChangedFile
 from tierstore.tiers.disk.database import Database
+from tierstore.tiers.disk.delta_file import write_delta_file
 from tierstore.tiers.disk.layout import BASE as BASE_WORDS
 from tierstore.tiers.disk.merge import Changes, ascending, merged_blocks
 from tierstore.tiers.disk.patches import RECORD as PATCHES
@@ -180,6 +181,10 @@ class SealedTier(DiskTier):
             else:
                 self._patches.remove(patches)
             raise
+
+    def _write(self, path: Path, records: Records, tables: Sequence[Entries]) -> SstFile:
+        """See DiskTier. Look-ups of keys that no change has do not come to it, so it needs no filter."""
+        return write_delta_file(path, records=records, tables=tables)
 
     @property
     def needs_tidying(self) -> bool:

@@ -134,10 +134,8 @@ def write_sst(
         raise
 
 
-def _blocks(records: Records, tables: Sequence[Entries], block: int) -> Iterator[tuple[list[bytes], list[bytes]]]:
-    if records:
-        named = sorted((record_key(name), value) for name, value in records.items())
-        yield [key for key, _ in named], [value for _, value in named]
+def checked_tables(tables: Sequence[Entries]) -> Sequence[Entries]:
+    """`tables` of `write_sst`. ValueError where they are out of order, or do not match."""
     last_id = META_TABLE
     for table_id, keys, rows, deleted in tables:
         if table_id <= last_id:
@@ -147,6 +145,14 @@ def _blocks(records: Records, tables: Sequence[Entries], block: int) -> Iterator
             raise ValueError(f"table {table_id}: {len(keys)} keys, {len(rows)} rows and marks of deletion do not match")
         if not np.all(keys[1:] > keys[:-1]):
             raise ValueError(f"table {table_id}: keys are not ascending and distinct")
+    return tables
+
+
+def _blocks(records: Records, tables: Sequence[Entries], block: int) -> Iterator[tuple[list[bytes], list[bytes]]]:
+    if records:
+        named = sorted((record_key(name), value) for name, value in records.items())
+        yield [key for key, _ in named], [value for _, value in named]
+    for table_id, keys, rows, deleted in checked_tables(tables):
         packed = pack_keys(table_id, keys)
         for start in range(0, len(keys), block):
             part = slice(start, start + block)

@@ -160,13 +160,17 @@ class DiskTier:
 
         `tables` as for `write_sst`. StorageError; then nothing has changed, and no file is left.
         """
-        file = write_sst(path, records=records, tables=tables, delta=True)
+        file = self._write(path, records, tables)
         yield_to_requests()
         try:
             DiskTier.ingest(self, [file])
         except BaseException:
             file.path.unlink(missing_ok=True)
             raise
+
+    def _write(self, path: Path, records: Records, tables: Sequence[Entries]) -> SstFile:
+        """The sorted file of a change: with a filter, since look-ups of all keys come to it."""
+        return write_sst(path, records=records, tables=tables, delta=True)
 
     def _get(self, table_id: int, keys: Keys, rows: Rows, state: States, *, unknown: Tier) -> None:
         """`get`, with ABSENT only for keys that are marked as deleted, and `unknown` for keys in no file."""

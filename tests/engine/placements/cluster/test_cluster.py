@@ -16,12 +16,11 @@ from tests.engine import scenes
 from tests.engine.placements.cluster.scenes import OpenNode, check, marks, member
 from tests.redis_cluster import RedisCluster
 from tierstore import kernels
-from tierstore.engine.deltas import incoming
 from tierstore.engine.placements.cluster import ingester, placement
 from tierstore.engine.placements.following import follower
 from tierstore.engine.store import Store
 from tierstore.errors import Conflict
-from tierstore.formats.delta.reader import read_delta
+from tierstore.formats.delta.reader import Undecoded
 from tierstore.tiers.remote.write import Writer
 from tierstore.tiers.ssd import index as ssd_index
 from tierstore.wire import resp
@@ -124,13 +123,14 @@ def test_a_node_decodes_a_delta_once(open_node: OpenNode, tmp_path: Path, monkey
     """It checks the delta, serves it and brings it into the rows of the cluster."""
     decoded: list[int] = []
 
-    def noted(*source: Any, **options: Any) -> Any:
-        delta = read_delta(*source, **options)
+    decode = Undecoded.decode
+
+    def noted(*args: Any) -> Any:
+        delta = decode(*args)
         decoded.append(delta.seq)
         return delta
 
-    for module in (incoming, follower, ingester):
-        monkeypatch.setattr(module, "read_delta", noted, raising=False)
+    monkeypatch.setattr(Undecoded, "decode", noted)
     store = open_node()
     store.load_snapshot(scenes.write_snapshot(tmp_path))
     for seq in range(1, 6):

@@ -58,7 +58,8 @@ class ClusterModel:
         self._switching = threading.Lock()
         self.placement = ModelPlacement(
             leads=lambda: self.ingester.epoch is not None, load=lambda: new_target(self), held=self.held,
-            apply_delta=self.apply_delta, activate=self.activate, rollback=self.rollback, canary=self.canary,
+            apply_delta=self.apply_delta, next_in_run=lambda: None, apply_run=lambda run: 0,
+            activate=self.activate, rollback=self.rollback, canary=self.canary,
             rollback_to=model.switcher.rollback_to, promote=self.promote, withdraw=self.withdraw, drop=self.drop,
             **refusals.verbs(model.name),
         )  # fmt: skip

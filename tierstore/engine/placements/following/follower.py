@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tierstore.engine.deltas.log import NewEntry
 from tierstore.engine.model import Model
 from tierstore.engine.placements.following.followed import Followed, Forked, LogEntry, Pointer
 from tierstore.engine.placements.following.rows import RemoteRows
@@ -315,7 +316,7 @@ class Follower:
                         "the log in the cluster lacks those that follow: load a newer snapshot"
                     )
                 for entry in entries:
-                    state.log.append(entry.seq, entry.data, entry.digest)
+                    state.log.append(NewEntry(entry.seq, entry.data, entry.digest))
 
     def _check_line(self, pointer: Pointer) -> None:
         """Open the served version anew if its rows were replaced."""

@@ -73,7 +73,8 @@ class LocalPlacement:
         switcher, routes = model.switcher, model.routes
         return ModelPlacement(
             leads=lambda: True, load=lambda: LocalTarget(model, self._base), held=model.deltas.held,
-            apply_delta=model.apply_delta, activate=switcher.activate, rollback=switcher.rollback,
+            apply_delta=model.apply_delta, next_in_run=model.deltas.next_in_run, apply_run=model.apply_run,
+            activate=switcher.activate, rollback=switcher.rollback,
             rollback_to=switcher.rollback_to, canary=switcher.canary, promote=switcher.promote,
             withdraw=routes.withdraw,
             label=routes.label, unlabel=routes.unlabel, deactivate=switcher.deactivate, drop=model.drops.drop,
