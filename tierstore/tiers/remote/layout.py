@@ -1,6 +1,6 @@
 """Names of everything in the cluster, and the tag of each key's row. Pure functions; any thread may call them.
 
-    ts:{<tag>}:<model>:<version>           hash: seq, applying, epoch, chunk, digest (the watermark of this tag)
+    ts:{<tag>}:<model>:<version>           hash: seq, applying, epoch, chunk, digest (the watermark of this tag), load
     ts:{<tag>}:<model>:<version>:<table>   hash: code (8 bytes, little-endian) → row as stored
 
 A *tag* is a hash tag of Redis: keys with the same tag are in the same slot, so one server has them and one command or script may touch all of them. A
@@ -24,6 +24,7 @@ APPLYING = b"applying"  # the newest delta of which rows may be there
 EPOCH = b"epoch"  # of the newest writer; a writer with a lower epoch is refused
 CHUNK = b"chunk"  # how many chunks of the delta `applying` are there
 DIGEST = b"digest"  # seq and digest of the delta `applying`: another delta with this seq is refused
+LOAD = b"load"  # the load that may write rows; empty once it has ended
 
 
 def slot_of(tag: bytes) -> int:

@@ -17,23 +17,22 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.errors import Corruption, Fenced, RemoteUnavailable, SequenceGap, StorageError
+from tierstore.errors import Conflict, Corruption, Fenced, RemoteUnavailable, SequenceGap, StorageError
 from tierstore.kernels import partitions
 from tierstore.kernels.codec import address_of
 from tierstore.threads import Pool
 from tierstore.tiers.answers import reading
-from tierstore.tiers.remote.calls import call, command
+from tierstore.tiers.remote.calls import Packed, call, call_if, command
 from tierstore.tiers.remote.cluster import Cluster
-from tierstore.tiers.remote.layout import APPLYING, CHUNK, DIGEST, EPOCH, SEQ, rows_key, slot_of, watermark_key
+from tierstore.tiers.remote.layout import APPLYING, CHUNK, DIGEST, EPOCH, LOAD, SEQ, rows_key, slot_of, watermark_key
+from tierstore.tiers.remote.requests import MOST_FIELDS
 from tierstore.tiers.remote.scripts import ALREADY, APPLIED, APPLY, FENCED, FORKED, GAP
-from tierstore.tiers.remote.tier import RemoteTable
-from tierstore.types import Keys, Rows, Tier
+from tierstore.types import Keys, Rows
 from tierstore.wire import resp
 
 _CHUNK_BYTES = 512 << 10  # of a command of a load
 _DELTA_BYTES = 1 << 20  # of a script, in which a server answers nobody else: about 5 ms
 _THREADS = 8
-_FIRST_STEP = 10_000
 
 T = TypeVar("T")
 _reading = reading("what the cluster answers")
@@ -61,16 +60,19 @@ class TagState(NamedTuple):
 class Writer:
     """Writes rows and watermarks of one version to the cluster. `row_bytes` is of each table.
 
-    `wait_replicas`: a write counts once so many replicas have it (`WAIT`).
+    `wait_replicas`: a write counts once so many replicas have it (`WAIT`). `load`: the load that writes rows, which each tag compares: what a
+    process sends that was stopped meanwhile, and whose load has ended, changes nothing. Empty: nothing is compared.
     """
 
     def __init__(
         self, cluster: Cluster, model: str, version: int, row_bytes: Mapping[str, int], tags: Sequence[bytes],
-        *, timeout_s: float = 30.0, wait_replicas: int = 0,
+        *, load: str = "", is_on: Callable[[], bool] = lambda: False, timeout_s: float = 30.0, wait_replicas: int = 0,
     ) -> None:  # fmt: skip
+        """`is_on`: whether the load goes on, for a tag that has lost its name with a server."""
         self._cluster, self._model, self.version = cluster, model, version
         self._row_bytes, self._tags = dict(row_bytes), list(tags)
         self._slots = [slot_of(tag) for tag in tags]
+        self._load, self._is_on = load.encode(), is_on
         self._timeout_s, self._wait_replicas = timeout_s, wait_replicas
         self._threads = Pool(min(_THREADS, len(tags)), "tierstore-remote-write")
 
@@ -85,10 +87,20 @@ class Writer:
 
     # ---- a load
 
+    def begin(self) -> None:
+        """Let this load write rows from now on, and no other one; remove the rows that are there."""
+
+        def begin(tag: int) -> None:
+            key = self._watermark_key(tag)
+            self._call(tag, [command(b"UNLINK", key), command(b"HSET", key, LOAD, self._load)])
+
+        self._on_tags(begin)
+        self._remove_rows(0.0, None)
+
     def write_rows(self, table: str, codes: Keys, rows: Rows) -> None:
         """Write `rows` uint8 [n, row_bytes] of `codes` int64 [n] to the cluster, over existing rows.
 
-        Raises RemoteUnavailable, StorageError (such as when the cluster has no memory).
+        Raises RemoteUnavailable, StorageError (such as when the cluster has no memory), Conflict if the load has ended.
         """
         rows = self._checked(table, codes, rows)
         order, starts = self._grouped(codes)
@@ -97,45 +109,69 @@ class Writer:
             per_command = max(1, _CHUNK_BYTES // (rows.shape[1] + resp.KEY_BYTES))
             for start in range(starts[tag], starts[tag + 1], per_command):
                 places = order[start : min(start + per_command, starts[tag + 1])]
-                self._call(tag, [self._put_command(self._rows_key(tag, table), codes, places, rows)])
+                self._write(tag, [self._put_command(self._rows_key(tag, table), codes, places, rows)])
 
         self._on_tags(write, np.flatnonzero(np.diff(starts)).tolist())
 
     def finish(self, *, seq: int, epoch: int = 0) -> None:
         """Mark the load as complete, with every delta up to `seq`: from now on the version can be read."""
-        fields = (SEQ, b"%d" % seq, APPLYING, b"%d" % seq, EPOCH, b"%d" % epoch, CHUNK, b"0")
-        self._on_tags(lambda tag: self._call(tag, [command(b"HSET", self._watermark_key(tag), *fields)]))
+        fields = (SEQ, b"%d" % seq, APPLYING, b"%d" % seq, EPOCH, b"%d" % epoch, CHUNK, b"0", LOAD, b"")
+        self._on_tags(lambda tag: self._write(tag, [command(b"HSET", self._watermark_key(tag), *fields)], ended=True))
+
+    def _write(self, tag: int, packed: list[Packed], *, ended: bool = False) -> None:
+        """Write for the load. `ended`: nothing, if the load of this tag has ended."""
+        if not self._load:
+            self._call(tag, packed)
+            return
+        key = self._watermark_key(tag)
+        while True:
+            replies, load = call_if(
+                self._cluster, self._slots[tag], key, LOAD, self._load, packed, timeout_s=self._timeout_s
+            )
+            if replies is not None or (ended and load == b""):
+                return
+            if load is not None or not self._is_on():
+                raise Conflict(
+                    f"version {self.version} of {self._model!r} is not being loaded by this load any more: another node has "
+                    "ended it, or dropped the version"
+                )
+            # a server has lost it; a load that has ended leaves it empty, and another one puts its own there
+            self._call(tag, [command(b"HSETNX", key, LOAD, self._load)])
 
     @_reading
     def counts(self, table: str) -> list[int]:
         """The number of a table's rows in each tag."""
         return self._on_tags(lambda tag: int(self._call(tag, [command(b"HLEN", self._rows_key(tag, table))])[0]))
 
-    def count(self, table: str) -> int:
-        """The number of a table's rows in the cluster."""
-        return sum(self.counts(table))
+    @_reading
+    def read_rows(self, table: str, codes: Keys) -> tuple[Rows, npt.NDArray[np.bool_]]:
+        """Rows as they are now, whatever the watermarks say, uint8 [n, row_bytes], and which of them are there."""
+        order, starts = self._grouped(codes)
+        rows = np.zeros((len(codes), self._row_bytes[table]), np.uint8)
+        found = np.zeros(len(codes), np.bool_)
 
-    def verify(self, table: str, rows: int, codes: Keys, sample: Rows) -> None:
-        """Compare the number of rows, and the rows of `codes`. Raises Corruption that says what differs.
+        def read(tag: int) -> None:
+            for start in range(starts[tag], starts[tag + 1], MOST_FIELDS):
+                places = order[start : min(start + MOST_FIELDS, starts[tag + 1])]
+                fields = np.ascontiguousarray(codes[places]).view("V8").tolist()
+                values = self._call(tag, [command(b"HMGET", self._rows_key(tag, table), *fields)])[0]
+                there = np.array([value is not None for value in values], np.bool_)
+                joined = np.frombuffer(b"".join(value for value in values if value is not None), np.uint8)
+                rows[places[there]] = joined.reshape(-1, rows.shape[1])
+                found[places] = there
 
-        After `finish`. `codes` are ascending and distinct.
-        """
-        found = self.count(table)
-        if found != rows:
+        self._on_tags(read, np.flatnonzero(np.diff(starts)).tolist())
+        return rows, found
+
+    def verify(self, table: str, codes: Keys, sample: Rows) -> None:
+        """Compare the rows of `codes`, which are distinct. Raises Corruption that says what differs."""
+        got, found = self.read_rows(table, codes)
+        wrong = ~found | (got != sample).any(axis=1)
+        if wrong.any():
             raise Corruption(
-                f"{self._model}, version {self.version}: table {table} has {found} rows in the cluster, expected {rows}"
+                f"{self._model}, version {self.version}: {int(wrong.sum())} of {len(codes)} sampled rows of table "
+                f"{table} differ in the cluster, code {int(codes[wrong.argmax()])} first"
             )
-        reader = RemoteTable(self._cluster, self._model, self.version, table, self._tags, self._row_bytes[table])
-        for start in range(0, len(codes), _FIRST_STEP):
-            part = codes[start : start + _FIRST_STEP]
-            got, state = np.zeros((len(part), self._row_bytes[table]), np.uint8), np.zeros(len(part), np.uint8)
-            reader.fetch(part, got, state, deadline_s=time.monotonic() + self._timeout_s)
-            wrong = (state != Tier.REMOTE) | (got != sample[start : start + _FIRST_STEP]).any(axis=1)
-            if wrong.any():
-                raise Corruption(
-                    f"{self._model}, version {self.version}: {int(wrong.sum())} of {len(part)} sampled rows of table "
-                    f"{table} differ in the cluster, code {int(part[wrong.argmax()])} first"
-                )
 
     # ---- deltas
 
@@ -235,6 +271,9 @@ class Writer:
         may raise. May be called again.
         """
         self._on_tags(lambda tag: self._call(tag, [command(b"UNLINK", self._watermark_key(tag))]))
+        self._remove_rows(pause_s, check)
+
+    def _remove_rows(self, pause_s: float, check: Callable[[], None] | None) -> None:
         for table in self._row_bytes:
             for tag in range(len(self._tags)):
                 if check is not None:

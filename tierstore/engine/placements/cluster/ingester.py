@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tierstore.config import Settings
@@ -25,8 +25,9 @@ from tierstore.engine.deltas.incoming import DecodedDeltas
 from tierstore.engine.deltas.retention import may_go
 from tierstore.engine.lifecycle.rules import is_to_serve, surplus_of
 from tierstore.engine.model import Model
+from tierstore.engine.placements.cluster.shared_load import SharedLoad
 from tierstore.engine.placements.cluster.shared_model import SharedModel
-from tierstore.engine.placements.cluster.target import CLAIM_S, LOADING, READY, Writers
+from tierstore.engine.placements.cluster.target import LOADING, READY, Writers
 from tierstore.engine.placements.following.followed import LogEntry, Pointer
 from tierstore.engine.versions.info import VersionInfo
 from tierstore.errors import DeltaError, Fenced, SequenceGap, StorageError, TierstoreError
@@ -52,11 +53,11 @@ class Ingester:
 
     def __init__(
         self, model: Model, shared: SharedModel, node: str, settings: Settings, open_writer: Writers,
-        decoded: DecodedDeltas
+        decoded: DecodedDeltas, open_load: Callable[[int], SharedLoad],
     ) -> None:  # fmt: skip
         # constant after construction
         self._model, self._shared, self._node, self._settings = model, shared, node, settings
-        self._open_writer, self._decoded = open_writer, decoded
+        self._open_writer, self._decoded, self._open_load = open_writer, decoded, open_load
         self._thread = Thread(target=self._run, name=f"tierstore-ingest-{model.name}", daemon=True)
         self._stopping = threading.Event()
         # written by the thread; others may read
@@ -275,7 +276,7 @@ class Ingester:
         surplus = surplus_of(ready, pointer.current, used, self._settings.keep_versions, order)
         for number, record in records.items():
             is_old = record["state"] == LOADING and time.time() - record["since_s"] > self._settings.load_retention_s
-            if is_old and self._shared.claim_load(number, self._node, CLAIM_S):
+            if is_old and self._open_load(number).claim(DROPPING):
                 surplus.append(number)
         for number in surplus:
             if self._shared.record(number, records[number], {**records[number], "state": DROPPING}):

@@ -27,6 +27,7 @@ from tierstore.engine.lifecycle.rules import (
 from tierstore.engine.model import Model
 from tierstore.engine.placement import ModelPlacement, Refusals
 from tierstore.engine.placements.cluster.ingester import DROPPING, Ingester
+from tierstore.engine.placements.cluster.shared_load import SharedLoad
 from tierstore.engine.placements.cluster.shared_model import Commands, Recovering, SharedModel, order_text
 from tierstore.engine.placements.cluster.target import READY, ClusterTarget, Writers
 from tierstore.engine.placements.following.followed import Forked, Pointer
@@ -48,12 +49,14 @@ class ClusterModel:
     """One model on this node. `new_target`: the target of a load. `decoded`: deltas of all models."""
 
     def __init__(
-        self, model: Model, cluster: Commands, node: str, settings: Settings, writers: Writers, refusals: Refusals,
+        self, model: Model, cluster: Commands, node: str, owner: str, settings: Settings, writers: Writers,
+        refusals: Refusals,
         new_target: Callable[[ClusterModel], ClusterTarget], decoded: DecodedDeltas,
     ) -> None:  # fmt: skip
         self.model, self.shared, self._node, self._decoded = model, SharedModel(cluster, model.name), node, decoded
         self.follower = Follower(model, self.shared, node, decoded.read)
-        self.ingester = Ingester(model, self.shared, node, settings, writers, decoded)
+        self.open_load = lambda number: SharedLoad(cluster, model.name, number, owner)
+        self.ingester = Ingester(model, self.shared, node, settings, writers, decoded, self.open_load)
         self._writers, self._refusals = writers, refusals
         self._switching = threading.Lock()
         self.placement = ModelPlacement(

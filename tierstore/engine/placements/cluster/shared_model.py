@@ -147,7 +147,7 @@ class SharedModel:
     def _is_nothing(self) -> bool:
         return not self.versions() and self.pointer().seq is None
 
-    # --- side files and the state of a load
+    # --- side files
 
     def put_file(self, number: int, name: str, data: bytes) -> None:
         self._cluster.call("HSET", f"{self._base}files:{number}", name, data)
@@ -164,36 +164,10 @@ class SharedModel:
             raise Conflict(f"version {number} of {self.name!r} was loaded anew: its files are not those of its record")
         return found
 
-    @_reading
-    def checkpoints(self, number: int) -> dict[str, int]:
-        """How many rows of each built file are in the cluster, by the file's digest."""
-        return {
-            name: _natural(rows) for name, rows in _pairs(self._cluster.call("HGETALL", self._load_key(number))).items()
-        }
-
-    def checkpoint(self, number: int, file: str, rows: int) -> None:
-        self._cluster.call("HSET", self._load_key(number), file, rows)
-
-    def claim_load(self, number: int, owner: str, ttl_s: float) -> bool:
-        """Whether `owner` is the one that loads a version now; call it again before `ttl_s` is over."""
-        key = f"{self._base}loader:{number}"
-        if self._cluster.call("SET", key, owner, "NX", "PX", int(ttl_s * 1000)):
-            return True
-        if self._cluster.call("GET", key) != owner.encode():
-            return False
-        self._cluster.call("PEXPIRE", key, int(ttl_s * 1000))
-        return True
-
-    def end_load(self, number: int) -> None:
-        self._cluster.call("UNLINK", self._load_key(number), f"{self._base}loader:{number}")
-
     def remove_files(self, number: int) -> None:
         """Remove the keys of a version under the model's own tag."""
-        self._cluster.call("UNLINK", f"{self._base}files:{number}", self._load_key(number))
+        self._cluster.call("UNLINK", f"{self._base}files:{number}", f"{self._base}load:{number}")
         self._cluster.call("HDEL", self._current, f"mark:{number}")
-
-    def _load_key(self, number: int) -> str:
-        return f"{self._base}load:{number}"
 
     # --- the log
 

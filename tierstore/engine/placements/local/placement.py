@@ -72,8 +72,9 @@ class LocalPlacement:
             raise unknown_model(name, self._models.names())
         switcher, routes = model.switcher, model.routes
         return ModelPlacement(
-            leads=lambda: True, load=lambda: LocalTarget(model, self._base), held=model.deltas.held,
-            apply_delta=model.apply_delta, activate=switcher.activate, rollback=switcher.rollback,
+            leads=lambda: True, load=lambda: LocalTarget(model, self._base, self._shared.settings.own),
+            held=model.deltas.held, apply_delta=model.apply_delta, activate=switcher.activate,
+            rollback=switcher.rollback,
             rollback_to=switcher.rollback_to, canary=switcher.canary, promote=switcher.promote,
             withdraw=routes.withdraw,
             label=routes.label, unlabel=routes.unlabel, deactivate=switcher.deactivate, drop=model.drops.drop,
