@@ -51,25 +51,33 @@ def call_if(
     """Send commands as one transaction, if `field` of the hash `key` is as expected when they are executed.
 
     Returns their replies, None if it is not, and the field's value. Errors as `call`. While the slot is being migrated the field is compared
-    before the commands alone: a server takes no transaction on its way to another.
+    before the commands alone: its keys may be on two servers, which take no transaction.
     """
+    there, redis = command(b"HGET", key, field), driver()
 
-    def exchange(connection: Any, asking: bool) -> tuple[list[Any] | None, bytes | None]:
-        there = command(b"HGET", key, field)
-        if asking:
-            value = _send(connection, [there], asking=True)[0]
-            return (_send(connection, packed, asking=True) if value == expected else None), value
-        for _ in range(_MOST_CHANGES):
-            value = _send(connection, [command(b"WATCH", key), there], asking=False)[1]
-            if value != expected:
-                _send(connection, [command(b"UNWATCH")], asking=False)
-                return None, value
-            replies = _send(connection, [command(b"MULTI"), *packed, command(b"EXEC")], asking=False)[-1]
-            if replies is not None:
-                return replies, value
+    def exchange(connection: Any, _: bool) -> tuple[list[Any] | None, bytes | None]:
+        try:
+            for _ in range(_MOST_CHANGES):
+                value = _send(connection, [command(b"WATCH", key), there], asking=False)[1]
+                if value != expected:
+                    _send(connection, [command(b"UNWATCH")], asking=False)
+                    return None, value
+                replies = _send(connection, [command(b"MULTI"), *packed, command(b"EXEC")], asking=False)[-1]
+                if replies is not None:
+                    return replies, value
+        except (redis.exceptions.AskError, redis.exceptions.TryAgainError) as error:
+            raise _Migrating from error
         raise RemoteUnavailable(f"slot {slot}: {key.decode()} is changed all the time")
 
-    return _at_master(cluster, slot, exchange, timeout_s)
+    try:
+        return _at_master(cluster, slot, exchange, timeout_s)
+    except _Migrating:
+        value = call(cluster, slot, [there], timeout_s=timeout_s)[0]
+        return (call(cluster, slot, packed, timeout_s=timeout_s) if value == expected else None), value
+
+
+class _Migrating(Exception):
+    """A slot is on its way to another server."""
 
 
 def _at_master(cluster: Cluster, slot: int, exchange: Callable[[Any, bool], T], timeout_s: float) -> T:

@@ -285,14 +285,9 @@ class ClusterTarget:
             progress(step)
             self._keep(number, part)
 
-        source, own = self._part(snapshot, part)
-        if (needed := self._needed(source, own)) > (room := self._room + files.tree_bytes(where.build)):
-            raise StorageError(
-                f"version {number} of {self._shared.name!r}: a part of this load needs {size_text(needed)} of this "
-                f"node's disk, and may take {size_text(room)} (load_disk, and what is free beyond disk_reserve): free "
-                "some space, or load it on a node with more"
-            )
         try:
+            source, own = self._part(snapshot, part)
+            self._check_room(source, own, number, files.tree_bytes(where.build))
             with build(source, own, progress=report, began_s=self._record["began_s"]) as (_, built):
                 _check_colliding(built)
                 self._upload(writer, part, built, snapshot, report)
@@ -301,6 +296,15 @@ class ClusterTarget:
             with contextlib.suppress(StorageError):
                 self._load.release_part(part)
             raise
+
+    def _check_room(self, snapshot: Snapshot, own: Partitions | None, number: int, there: int) -> None:
+        """StorageError if a part does not fit on this node's disk; `there`: bytes of it that are built already."""
+        if (needed := self._needed(snapshot, own)) > (room := self._room + there):
+            raise StorageError(
+                f"version {number} of {self._shared.name!r}: a part of this load needs {size_text(needed)} of this "
+                f"node's disk, and may take {size_text(room)} (load_disk, and what is free beyond disk_reserve): free "
+                "some space, or load it on a node with more"
+            )
 
     def _upload(self, writer: Writer, part: int, build: BaseBuild, snapshot: Snapshot, progress: ProgressFn) -> None:
         """Write the rows of a part that the cluster lacks, count its rows, and compare some rows of each file."""
