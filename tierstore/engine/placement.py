@@ -29,7 +29,7 @@ from tierstore.types import BaseKind, DeltaResult, Partitions, ProgressFn
 Act = Literal[
     "load", "held", "apply_delta", "activate", "force", "rollback", "rollback_to", "canary", "promote", "withdraw",
     "label",
-    "unlabel", "deactivate", "drop", "export", "backup", "rebuild", "compare_unnamed", "serve_fronts", "verify_rows",
+    "unlabel", "deactivate", "drop", "export", "backup", "compare_unnamed", "serve_fronts", "verify_rows",
     "catch_up",
     "drop_surplus", "check_files", "adopt", "keep_state",
 ]  # fmt: skip

@@ -55,7 +55,7 @@ def call_if(
     """
     there, redis = command(b"HGET", key, field), driver()
 
-    def exchange(connection: Any, _: bool) -> tuple[list[Any] | None, bytes | None]:
+    def exchange(connection: Any, asking: bool) -> tuple[list[Any] | None, bytes | None]:
         try:
             for _ in range(_MOST_CHANGES):
                 value = _send(connection, [command(b"WATCH", key), there], asking=False)[1]

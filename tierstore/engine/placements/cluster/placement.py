@@ -22,7 +22,7 @@ from tierstore.engine.model import Model
 from tierstore.engine.operations.together import Models
 from tierstore.engine.placement import ModelPlacement, Refusals
 from tierstore.engine.placements.cluster.model import ClusterModel
-from tierstore.engine.placements.cluster.shared_model import model_names
+from tierstore.engine.placements.cluster.shared_model import line_text, model_names
 from tierstore.engine.placements.cluster.target import ClusterTarget, owner_of
 from tierstore.engine.placements.following.models import FollowedModels
 from tierstore.engine.placements.following.rows import PLACES_S, RemoteRows
@@ -154,18 +154,21 @@ class ClusterPlacement:
             return self.cluster.tags(self._settings.remote_tags)
 
         return ClusterTarget(
-            member.shared, member.open_load, self._settings, tags, self.open_writer, self._share, activate
+            member.shared, member.open_load, self._settings, tags, member.open_writer, self._share, activate
         )  # fmt: skip
 
     def open_rows(self, name: str, info: VersionInfo) -> RemoteRows:
+        line = self.followed.existing(name).follower.pointer.undone.line(info.number)
         tables = {
-            info.tables[table]["id"]: RemoteTable(self.cluster, name, info.number, table, info.tags, spec.row_bytes)
+            info.tables[table]["id"]: RemoteTable(
+                self.cluster, name, info.number, table, info.tags, spec.row_bytes, line
+            )
             for table, spec in info.specs.items()
         }
         rows = RemoteRows(
             f"version {info.number} of {name!r}", tables, info.watermark, self._settings.remote_on_failure,
-            cache=self.followed.ssd_cache, find_places=lambda table, codes, seq: self._places(rows, info, table, codes,
-            seq),
+            line=line_text(line), cache=self.followed.ssd_cache,
+            find_places=lambda table, codes, seq: self._places(rows, info, table, codes, seq),
         )  # fmt: skip
         for table, spec in info.specs.items():
             rows.keep(info.tables[table]["id"], info.tables[table]["rows"], spec.row_bytes)
@@ -186,10 +189,10 @@ class ClusterPlacement:
         return places
 
     def open_writer(
-        self, name: str, number: int, row_bytes: dict[str, int], tags: Sequence[bytes], *, load: str = "",
-        is_on: Callable[[], bool] = lambda: False,
+        self, name: str, number: int, row_bytes: dict[str, int], tags: Sequence[bytes], *, line: int = 0,
+        load: str = "", is_on: Callable[[], bool] = lambda: False,
     ) -> Writer:  # fmt: skip
-        return Writer(self.cluster, name, number, row_bytes, tags, load=load, is_on=is_on)
+        return Writer(self.cluster, name, number, row_bytes, tags, line=line, load=load, is_on=is_on)
 
     def add_status(self, document: dict[str, Any]) -> dict[str, Any]:
         return self.followed.add_status(document, "remote", self.status())

@@ -56,7 +56,7 @@ _BEGIN_S = 60.0  # how long a load waits for the node that begins it
 
 
 class Writers(Protocol):
-    """Opens a writer: model, version, bytes a row by table, tags; `load` and `is_on` as for `Writer`."""
+    """Opens a writer: model, version, bytes a row by table, tags; the others as for `Writer`."""
 
     def __call__(
         self,
@@ -65,6 +65,7 @@ class Writers(Protocol):
         row_bytes: dict[str, int],
         tags: Sequence[bytes],
         *,
+        line: int = 0,
         load: str = "",
         is_on: Callable[[], bool] = ...,
     ) -> Writer: ...
