@@ -16,7 +16,7 @@ from functools import partial
 from tierstore.engine.lifecycle.state import Shared
 from tierstore.engine.model import Model
 from tierstore.engine.operations.golden import check_loaded
-from tierstore.engine.placement import LoadTarget
+from tierstore.engine.placement import Building, LoadTarget
 from tierstore.engine.versions.info import GOLDEN, VersionInfo
 from tierstore.errors import InvalidInput, LoadCancelled, SnapshotError
 from tierstore.formats import files
@@ -75,17 +75,7 @@ def load(
             target.claim(snapshot, identity)
             building = partial(_built, model, shared, target, where, number, aside=aside, cancelled=cancelled)
             try:
-                build = target.place(building, where, snapshot, report)
-                if build is not None:
-                    may_go_on()
-                    copy_side_files(snapshot, where, build.own)
-                    snapshot.check_unchanged(identity)
-                    may_go_on()
-                    model.state.live.check_open()
-                    record = target.record(where, build, manifest)
-                    if (golden := check_loaded(model, VersionInfo(where, record=record), report)) is not None:
-                        record[GOLDEN] = golden.document()
-                    here = target.publish(where, number, record)
+                here = _bring(model, snapshot, identity, target, where, building, report)
             except BaseException as error:
                 if not can_go_on(error):
                     target.abandon(number, error)
@@ -98,6 +88,30 @@ def load(
     if activate and not here:  # this node serves what another one has loaded, once that is not claimed any more
         target.activate(number, progress)
     return number
+
+
+def _bring(
+    model: Model,
+    snapshot: Snapshot,
+    identity: str,
+    target: LoadTarget,
+    where: VersionDirectory,
+    building: Building,
+    progress: ProgressFn,
+) -> bool:
+    """Bring rows and side files to their places, try the version, and publish it. False if another node has done so."""
+    build = target.place(building, where, snapshot, progress)
+    if build is None:
+        return False
+    progress(Progress("side files"))
+    copy_side_files(snapshot, where, build.own)
+    snapshot.check_unchanged(identity)
+    progress(Progress("side files"))
+    model.state.live.check_open()
+    record = target.record(where, build, snapshot.manifest)
+    if (golden := check_loaded(model, VersionInfo(where, record=record), progress)) is not None:
+        record[GOLDEN] = golden.document()
+    return target.publish(where, snapshot.manifest.version, record)
 
 
 @contextlib.contextmanager

@@ -300,7 +300,7 @@ class Writer:
         self._on_tags(keep)
 
     def lack_before(self, seqs: Sequence[int]) -> list[int]:
-        """Of these deltas, those whose replaced rows are not kept under every tag."""
+        """The deltas, out of these, whose replaced rows are not kept under every tag."""
         if not seqs:
             return []
         fields = [b"%d" % seq for seq in seqs]

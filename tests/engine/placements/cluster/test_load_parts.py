@@ -31,17 +31,22 @@ pytestmark = pytest.mark.usefixtures("quick_loads")
 ROWS = {"user": 20_000, "item": 60_000}
 PARTS = 8
 
-# Loads SOURCE with the data directory DATA. Dies once more than so many rows are in the cluster; fails if it has to
-# wait for another node, unless it may.
+# Loads a snapshot. Dies once more than so many rows are in the cluster; fails if it has to wait for another node, unless
+# it may; if it pauses, it says that it writes its first rows, and goes on once it hears a line.
 PROGRAM = """
 import os, signal, sys
 import tierstore
 
-data, url, source, dies_at, waits = sys.argv[1:]
+data, url, source, dies_at, waits, pauses = sys.argv[1:]
 
 def progress(step):
+    global pauses
     if step.phase == "upload" and step.done > int(dies_at):
         os.kill(os.getpid(), signal.SIGKILL)
+    if step.phase == "upload" and pauses == "yes":
+        pauses = "no"
+        print("writes", flush=True)
+        sys.stdin.readline()
     if step.phase == "await other nodes" and waits == "no":
         raise RuntimeError("waits for another node")
 
@@ -144,6 +149,27 @@ def test_two_nodes_share_the_parts_of_a_load(
         check_all(store)
 
 
+def test_two_nodes_that_begin_a_load_in_the_same_moment_share_it(
+    open_node: OpenNode, built: Path, written: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stores, both = [open_node(name) for name in "ab"], threading.Barrier(2, timeout=60)
+    begin, first = ClusterTarget._begin, dict[int, bool]()
+
+    def begin_beside(self: ClusterTarget, *words: Any) -> bool:
+        if first.setdefault(id(self), True):
+            first[id(self)] = False
+            both.wait()  # neither has seen that the other one begins
+        return begin(self, *words)
+
+    monkeypatch.setattr(ClusterTarget, "_begin", begin_beside)
+    with ThreadPoolExecutor(2) as threads:
+        loads = [threads.submit(store.load_snapshot, built) for store in stores]
+        assert [load.result(120) for load in loads] == [1, 1]
+    assert sorted(part for _, part in written) == [*range(PARTS)]
+    for store in stores:
+        check_all(store)
+
+
 def test_another_snapshot_under_the_same_number_is_refused_while_one_is_loaded(
     open_node: OpenNode, tmp_path: Path, built: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,6 +189,7 @@ def test_another_snapshot_under_the_same_number_is_refused_while_one_is_loaded(
             b.load_snapshot(scenes.write_snapshot(tmp_path, stamp=3))
         go_on.set()
         assert load.result(120) == 1
+    scenes.eventually(lambda: has_version(b, 1), "it serves what was loaded", 60)
     check_all(b)
 
 
@@ -236,13 +263,21 @@ def test_a_node_is_recognized_after_a_restart_and_a_copy_of_its_directory_is_not
 Run = Callable[..., "subprocess.Popen[bytes]"]
 
 
-def start(data: Path, url: str, source: Path, dies_at: int = 10**9, waits: bool = True, within: int = 0) -> Any:
+def start(
+    data: Path, url: str, source: Path, dies_at: int = 10**9, waits: bool = True, pauses: bool = False, within: int = 0
+) -> Any:
     """The program as a process, in the mount namespace of the process `within`, if that is given."""
-    words = [sys.executable, "-c", PROGRAM, data, url, source, dies_at, "yes" if waits else "no"]
+    words = [sys.executable, "-c", PROGRAM, data, url, source, dies_at]
+    words += ["yes" if flag else "no" for flag in (waits, pauses)]
     inside = ["nsenter", "--mount", "--target", str(within)] if within else []
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
-        [*inside, *map(str, words)], env=environment, stderr=subprocess.PIPE, preexec_fn=end_with_parent
+        [*inside, *map(str, words)],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=end_with_parent,
     )
 
 
@@ -259,7 +294,7 @@ def test_a_node_that_was_killed_in_a_load_goes_on_at_once(
     assert end(start(tmp_path / "k", cluster.url, source, dies_at=total // 2)) == -9
     store = open_node("b")
     shared = member(store).open_load(1)
-    done = shared.progress()
+    done = shared.state()
     assert 0 < len(done.parts) < PARTS
     part = next(part for part in range(PARTS) if part not in done.parts)
     assert not shared.claim_part(part), "it has it still"
@@ -299,7 +334,11 @@ def test_a_cluster_takes_a_version_that_no_disk_of_its_nodes_holds(
     nbytes = files.tree_bytes(built) // 3
     with small_disks(*disks, nbytes=nbytes) as within:
         assert end(start(disks[0], cluster.url, built, dies_at=sum(ROWS.values()) // 4, within=within)) == -9
-        second = start(disks[1], cluster.url, built, within=within)  # it cannot have the part that was begun
-        again = start(disks[0], cluster.url, built, within=within)
-        assert end(again) == end(second) == 0
+        both = [start(disk, cluster.url, built, pauses=True, within=within) for disk in disks]
+        for process in both:
+            assert process.stdout.readline() == b"writes\n"
+        for process in both:
+            process.stdin.write(b"\n")
+            process.stdin.flush()
+        assert [end(process) for process in both] == [0, 0]
     check_all(open_node("c"))

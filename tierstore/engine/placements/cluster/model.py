@@ -31,7 +31,7 @@ from tierstore.engine.placements.cluster.shared_load import SharedLoad
 from tierstore.engine.placements.cluster.shared_model import Commands, Recovering, SharedModel, order_text
 from tierstore.engine.placements.cluster.target import READY, ClusterTarget, Writers
 from tierstore.engine.placements.following.followed import Forked, Pointer
-from tierstore.engine.placements.following.follower import Follower, rows_of
+from tierstore.engine.placements.following.follower import Follower, remote_rows_of
 from tierstore.engine.serving.order import DEACTIVATED, REPLACED, ROLLBACK, WITHDRAWN, ServingOrder
 from tierstore.engine.serving.routing import Routing
 from tierstore.errors import Conflict, DeltaError, NotReady, Overloaded, SequenceGap, StorageError, TooLarge
@@ -355,7 +355,11 @@ class ClusterModel:
                 self._change(wanted)
                 pointer = self._await_rollback(seq, progress)
             self._await_this(
-                lambda served: served.active is not None and rows_of(served.active.open_version).line == pointer.line,
+                lambda served: (
+                    served.active is not None
+                    and remote_rows_of(served.active.open_version).line == pointer.line
+                    and self.model.log.undone.rollbacks == pointer.undone.rollbacks
+                ),
                 f"version {number} is as of delta {seq}",
             )
             return number

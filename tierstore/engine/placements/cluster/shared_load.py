@@ -34,7 +34,7 @@ class PartTable(NamedTuple):
     tags: list[int]
 
 
-class Progress(NamedTuple):
+class LoadState(NamedTuple):
     """What is there of a load: by part what it has of each table, and by file how many rows were written.
 
     After rows were lost, parts are written again in another `round`, those of the tags in `short` (by table) alone.
@@ -52,7 +52,7 @@ class SharedLoad:
     def __init__(self, cluster: Commands, model: str, number: int, owner: str) -> None:
         self._cluster, self._owner = cluster, owner
         self._loader = f"{{ts:{model}}}:loader:{number}"
-        self._state = f"{{ts:{model}}}:load:{number}"
+        self._progress = f"{{ts:{model}}}:load:{number}"
 
     # --- who loads
 
@@ -88,33 +88,33 @@ class SharedLoad:
     # --- what is there
 
     @_reading
-    def progress(self) -> Progress:
-        fields = _pairs(self._cluster.call("HGETALL", self._state))
+    def state(self) -> LoadState:
+        fields = _pairs(self._cluster.call("HGETALL", self._progress))
         turn, short = _natural(fields.pop(_ROUND, 0)), json.loads(fields.pop(_SHORT, b"null"))
         parts = {_natural(name.removeprefix(_PART)): of for name, of in fields.items() if name.startswith(_PART)}
         files = {name: _natural(rows) for name, rows in fields.items() if not name.startswith(_PART)}
-        return Progress({part: _tables(json.loads(of)) for part, of in parts.items()}, files, turn, short)
+        return LoadState({part: _tables(json.loads(of)) for part, of in parts.items()}, files, turn, short)
 
     def checkpoint(self, file: str, rows: int) -> None:
         """Note how many rows of a part's built file are in the cluster."""
-        self._cluster.call("HSET", self._state, file, rows)
+        self._cluster.call("HSET", self._progress, file, rows)
 
     def finish_part(self, part: int, tables: Mapping[str, PartTable], files: Iterable[str]) -> None:
         """Note that all rows of a part are in the cluster; its `files` are not needed any more."""
         self._cluster.call(
-            "HSET", self._state, f"{_PART}{part}", json.dumps({name: [*of] for name, of in tables.items()})
+            "HSET", self._progress, f"{_PART}{part}", json.dumps({name: [*of] for name, of in tables.items()})
         )
         if names := [*files]:
-            self._cluster.call("HDEL", self._state, *names)
+            self._cluster.call("HDEL", self._progress, *names)
         self.release_part(part)
 
-    def begin_again(self, before: Progress, short: Mapping[str, list[int]]) -> None:
+    def begin_again(self, before: LoadState, short: Mapping[str, list[int]]) -> None:
         """Have all parts written again, for the tags that lack rows."""
-        self._cluster.call("HSET", self._state, _ROUND, before.round + 1, _SHORT, json.dumps(short))
-        self._cluster.call("HDEL", self._state, *(f"{_PART}{part}" for part in before.parts))
+        self._cluster.call("HSET", self._progress, _ROUND, before.round + 1, _SHORT, json.dumps(short))
+        self._cluster.call("HDEL", self._progress, *(f"{_PART}{part}" for part in before.parts))
 
     def end(self) -> None:
-        self._cluster.call("UNLINK", self._state, self._loader, f"{self._loader}:{FINISH}")
+        self._cluster.call("UNLINK", self._progress, self._loader, f"{self._loader}:{FINISH}")
 
 
 def _tables(document: Any) -> dict[str, PartTable]:

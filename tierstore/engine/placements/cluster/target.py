@@ -23,10 +23,9 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from tierstore.config import Settings
-from tierstore.engine.data.disk_room import room_for
+from tierstore.engine.data.disk_room import free_beyond
 from tierstore.engine.placement import Building
-from tierstore.engine.placements.cluster.shared_load import BEGIN, FINISH, PartTable, SharedLoad
-from tierstore.engine.placements.cluster.shared_load import Progress as Done
+from tierstore.engine.placements.cluster.shared_load import BEGIN, FINISH, LoadState, PartTable, SharedLoad
 from tierstore.engine.placements.cluster.shared_model import SharedModel
 from tierstore.engine.versions.info import make_record
 from tierstore.errors import Conflict, Corruption, DiskFull, SnapshotError, StorageError
@@ -114,7 +113,7 @@ class ClusterTarget:
             if self._join(manifest, before) if before and same else self._begin(snapshot, identity, before):
                 shared.forget_order(manifest.version)
                 return
-            if not same or time.monotonic() > until_s:
+            if (before is not None and not same) or time.monotonic() > until_s:
                 raise self._of_others(manifest.version)
             time.sleep(_PAUSE_S)
 
@@ -201,7 +200,7 @@ class ClusterTarget:
     @property
     def _room(self) -> int:
         """Bytes that a part may take on this node's disk."""
-        free = room_for(self._settings.data, self._settings.disk_reserve)
+        free = free_beyond(self._settings.data, self._settings.disk_reserve)
         most = self._settings.load_disk
         return min(bound for bound in (free, most) if bound is not None) if (free, most) != (None, None) else 1 << 62
 
@@ -242,7 +241,7 @@ class ClusterTarget:
                     return None
                 if there.get("token") != self._record["token"]:
                     raise self._of_others(number)
-                done = load.progress()
+                done = load.state()
                 missing: list[int | str] = [part for part in range(count) if part not in done.parts]
                 mine = next((part for part in missing or [FINISH] if load.claim_part(part)), None)
                 if isinstance(mine, int):
@@ -312,7 +311,7 @@ class ClusterTarget:
         manifest, load = snapshot.manifest, self._load
         names = dict(enumerate(manifest.table_specs(), 1))
         built = [file for file in build.files if isinstance(file, SealedFile)]
-        done, tags = load.progress(), len(self._record["tags"])
+        done, tags = load.state(), len(self._record["tags"])
         total, written = sum(table.rows for table in manifest.tables), _rows_in(done)
         samples: dict[str, list[tuple[Keys, Rows]]] = {name: [] for name in names.values()}
         per_tag = {name: np.zeros(tags, np.int64) for name in names.values()}
@@ -352,7 +351,7 @@ class ClusterTarget:
         checkpoints say.
         """
         tags = len(self._record["tags"])
-        others = _per_tag(self._load.progress(), tags)
+        others = _per_tag(self._load.state(), tags)
         short = {
             table: np.flatnonzero(np.array(writer.counts(table)) < count + others.get(table, 0)).tolist()
             for table, count in per_tag.items()
@@ -372,7 +371,7 @@ class ClusterTarget:
                     progress(Progress("upload", of.upto, file.entries))
                     pace.sleep()
 
-    def _short(self, writer: Writer, done: Done) -> dict[str, list[int]]:
+    def _short(self, writer: Writer, done: LoadState) -> dict[str, list[int]]:
         """By table, the tags that have fewer rows than all parts together. Corruption if one has more."""
         short, version = dict[str, list[int]](), int(writer.version)
         for table, count in _per_tag(done, len(self._record["tags"])).items():
@@ -481,7 +480,7 @@ def _encoded(tags: Sequence[str]) -> list[bytes]:
     return [tag.encode() for tag in tags]
 
 
-def _per_tag(done: Done, tags: int) -> dict[str, Keys]:
+def _per_tag(done: LoadState, tags: int) -> dict[str, Keys]:
     """By table, how many rows each tag has of the parts that are done."""
     sums: dict[str, Keys] = {}
     for tables in done.parts.values():
@@ -490,11 +489,11 @@ def _per_tag(done: Done, tags: int) -> dict[str, Keys]:
     return sums
 
 
-def _rows_in(done: Done) -> int:
+def _rows_in(done: LoadState) -> int:
     return sum(of.rows for tables in done.parts.values() for of in tables.values())
 
 
-def _summed(done: Done, snapshot: Snapshot) -> BaseBuild:
+def _summed(done: LoadState, snapshot: Snapshot) -> BaseBuild:
     """What all parts have together; their files are gone."""
     first = done.parts[min(done.parts)]
     tables = {

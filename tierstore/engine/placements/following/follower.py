@@ -223,7 +223,7 @@ class Follower:
             if version is not None:
                 if number == pointer.current and self._is_replaced(pointer):
                     continue  # the mark is of rows that it does not read
-                if (rows := rows_of(version)).reached < mark:
+                if (rows := remote_rows_of(version)).reached < mark:
                     rows.reached = mark
                     with publisher.changed:
                         publisher.changed.notify_all()  # the fold thread waits for it
@@ -331,7 +331,11 @@ class Follower:
     def _is_replaced(self, pointer: Pointer) -> bool:
         """Whether the rows of the served version were replaced by those of another line."""
         view = self.model.publisher.current
-        return view is not None and view.version == pointer.current and rows_of(view.open_version).line != pointer.line
+        return (
+            view is not None
+            and view.version == pointer.current
+            and remote_rows_of(view.open_version).line != pointer.line
+        )
 
     def _note_undone(self, pointer: Pointer) -> None:
         """Keep which deltas are undone with this node's copies, for the status and for explanations."""
@@ -362,7 +366,7 @@ class Follower:
         for view in self.model.publisher.served.views:
             if view.version == number:
                 with view.open_version.writing:  # after a fold that has begun
-                    frozen.append(rows_of(view.open_version))
+                    frozen.append(remote_rows_of(view.open_version))
                     frozen[-1].frozen = True
         try:
             yield
@@ -507,6 +511,6 @@ class Follower:
         return self.model.state.log.last if lowest is None else lowest
 
 
-def rows_of(version: Version) -> RemoteRows:
+def remote_rows_of(version: Version) -> RemoteRows:
     assert isinstance(version.rows, RemoteRows)  # its placement has opened it
     return version.rows
