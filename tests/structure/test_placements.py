@@ -128,4 +128,4 @@ def test_a_front_has_no_verb_and_this_machine_has_all() -> None:
     assert set(front) == {of.name for of in fields(ModelPlacement)} - {"leads"}
     with pytest.raises(InvalidInput, match=r"a switch is for the nodes .*rollout SNAPSHOT --nodes http://a:1"):
         front["activate"](3, force=False)
-    assert set(Refusals(refusals.refusals_of("cluster")).verbs("ctr")) == {"label", "unlabel", "deactivate"}
+    assert set(Refusals(refusals.refusals_of("cluster")).verbs("ctr")) == {"label", "unlabel"}

@@ -21,6 +21,7 @@ from tierstore.engine.placements.following.rows import RemoteRows
 from tierstore.errors import (
     Closed,
     ConfigError,
+    Conflict,
     Corruption,
     Fenced,
     InvalidInput,
@@ -203,14 +204,68 @@ def test_rows_lie_where_the_layout_says(loaded: Loaded) -> None:
         assert loaded.cluster.client.hget(name, int(key).to_bytes(8, "little", signed=True)) == row.tobytes()
 
 
-def test_count_and_samples_are_verified(loaded: Loaded) -> None:
-    loaded.writer.verify("t", len(loaded.keys), loaded.keys, loaded.rows)
-    with pytest.raises(Corruption, match="has 2000 rows in the cluster, expected 2001"):
-        loaded.writer.verify("t", 2001, loaded.keys, loaded.rows)
+def test_rows_are_counted_and_samples_compared(loaded: Loaded) -> None:
+    assert sum(loaded.writer.counts("t")) == 2000
+    loaded.writer.verify("t", loaded.keys, loaded.rows)
     other = loaded.rows.copy()
     other[77, 3] ^= 1
     with pytest.raises(Corruption, match=f"1 of 2000 sampled rows .* code {loaded.keys[77]} first"):
-        loaded.writer.verify("t", 2000, loaded.keys, other)
+        loaded.writer.verify("t", loaded.keys, other)
+
+
+def test_what_a_load_writes_after_its_end_changes_nothing(loaded: Loaded) -> None:
+    cluster, model, tags = loaded.cluster, next(_models), loaded.tags
+    on = {"one"}
+
+    def writer(load: str) -> Writer:
+        return Writer(
+            cluster, model, 1, {"t": ROW_BYTES}, tags, load=load, is_on=lambda: load in on, timeout_s=60
+        )  # fmt: skip
+
+    first, beside, other = writer("one"), writer("one"), writer("two")
+    first.begin()
+    first.write_rows("t", loaded.keys, loaded.rows)
+    for tag in tags:  # as a failover leaves it
+        cluster.client.hdel(f"ts:{{{tag.decode()}}}:{model}:1", "load")
+    beside.write_rows("t", loaded.keys[:9], loaded.rows[:9])
+    with pytest.raises(Conflict, match="not being loaded by this load any more"):
+        other.write_rows("t", loaded.keys, 255 - loaded.rows)
+    first.finish(seq=3)
+    first.finish(seq=0)  # a node that was stopped meanwhile ends it again
+    on.clear()
+    for late in (first, beside, other):
+        with pytest.raises(Conflict, match="not being loaded by this load any more"):
+            late.write_rows("t", loaded.keys, 255 - loaded.rows)
+    first.verify("t", loaded.keys, loaded.rows)
+    assert {state.seq for state in first.states() if state is not None} == {3}
+    other.begin()
+    assert sum(other.counts("t")) == 0
+    assert first.states() == [None] * len(tags)
+    first.drop(pause_s=0)
+    with pytest.raises(Conflict, match="not being loaded by this load any more"):
+        other.write_rows("t", loaded.keys, loaded.rows)
+
+
+def test_a_load_goes_on_while_a_slot_moves(loaded: Loaded, servers: RedisCluster) -> None:
+    cluster, model, tags = loaded.cluster, next(_models), loaded.tags
+    with Writer(cluster, model, 1, {"t": ROW_BYTES}, tags, load="one", timeout_s=60) as writer:
+        writer.begin()
+        writer.write_rows("t", loaded.keys[:1000], loaded.rows[:1000])
+        slot, ends = slot_of(tags[0]), itertools.count(1000, 50)
+
+        def write() -> None:
+            begin = next(ends)
+            writer.write_rows("t", loaded.keys[begin : begin + 50], loaded.rows[begin : begin + 50])
+
+        source = servers.master_of(slot)
+        target = next(server for server in servers.masters() if server is not source)
+        servers.move_slot(slot, target, before_end=write)
+        servers.move_slot(slot, source)
+        rest = next(ends)
+        assert rest >= 1100, "after the watermark, and after the rows"
+        writer.write_rows("t", loaded.keys[rest:], loaded.rows[rest:])
+        writer.finish(seq=0)
+        writer.verify("t", loaded.keys, loaded.rows)
 
 
 def test_a_version_without_watermarks_is_an_error_and_not_absent_rows(loaded: Loaded) -> None:
@@ -222,7 +277,7 @@ def test_a_version_without_watermarks_is_an_error_and_not_absent_rows(loaded: Lo
     assert list(failed.value.keys) == [0, 1, 2, 3]
     assert not state.any()
     assert loaded.writer.states() == [None] * 6
-    assert loaded.writer.count("t") == 0
+    assert sum(loaded.writer.counts("t")) == 0
 
 
 def test_one_tag_that_is_lost_fails_alone(loaded: Loaded) -> None:
@@ -298,7 +353,7 @@ def test_an_old_epoch_a_gap_and_a_dropped_version_are_refused(loaded: Loaded) ->
     loaded.writer.drop(pause_s=0)
     with pytest.raises(Exception, match="there is no watermark"):
         loaded.writer.apply_delta(4, 6, [change])
-    assert loaded.writer.count("t") == 0, "a late delta does not bring rows back"
+    assert sum(loaded.writer.counts("t")) == 0, "a late delta does not bring rows back"
 
 
 def test_rows_of_two_deltas_with_one_seq_are_refused(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,7 +106,7 @@ QUESTIONS: dict[str, Callable[[Cluster], object]] = {
     "lease": lambda cluster: SharedModel(cluster, "ctr").lease(),
     "names": lambda cluster: model_names(cluster),
     "call": lambda cluster: call(cluster, slot_of(b"0"), [command(b"HLEN", b"ts:{0}:m:1:t")], timeout_s=0.3),
-    "count": lambda cluster: _writer(cluster, lambda writer: writer.count("item")),
+    "count": lambda cluster: _writer(cluster, lambda writer: writer.counts("item")),
     "states": lambda cluster: _writer(cluster, lambda writer: writer.states()),
     "write": lambda cluster: _writer(cluster, lambda writer: writer.apply_delta(1, 2, [])),
     "finish": lambda cluster: _writer(cluster, lambda writer: writer.finish(seq=1)),

@@ -69,6 +69,11 @@ class StoreSettings(BaseModel):
         description="bytes of memory a bulk load may use before it spills to disk, all its helpers together, beside "
         "about 150 MiB that each takes to run at all",
     )
+    load_disk: Size | None = Field(
+        None,
+        description="bytes of this node's disk that a load into a cluster may take: a larger snapshot is loaded in "
+        "parts, one after another; by default what is free beyond `disk_reserve`",
+    )
     load_retention_s: float = Field(
         86400.0,
         ge=0,

@@ -23,7 +23,7 @@ from tierstore.formats.snapshot.manifest import Manifest
 from tierstore.formats.snapshot.reader import Snapshot
 from tierstore.ingest.bulkload import BulkLoad
 from tierstore.ingest.results import BaseBuild
-from tierstore.types import BaseKind, DeltaResult, ProgressFn
+from tierstore.types import BaseKind, DeltaResult, Partitions, ProgressFn
 
 # Acts that a placement may be unable to do, or leave to others. The fields of `ModelPlacement` besides `leads` are
 # among them.
@@ -31,7 +31,7 @@ Act = Literal[
     "load", "held", "apply_delta", "next_in_run", "apply_run",
     "activate", "force", "rollback", "rollback_to", "canary", "promote", "withdraw",
     "label",
-    "unlabel", "deactivate", "drop", "export", "backup", "rebuild", "compare_unnamed", "serve_fronts", "verify_rows",
+    "unlabel", "deactivate", "drop", "export", "backup", "compare_unnamed", "serve_fronts", "verify_rows",
     "catch_up",
     "drop_surplus", "check_files", "adopt", "keep_state",
 ]  # fmt: skip
@@ -71,6 +71,14 @@ class Refusals:
         return refuse
 
 
+class Building(Protocol):
+    """Builds the files of a snapshot, or of some partitions of its rows, for the length of a block."""
+
+    def __call__(
+        self, snapshot: Snapshot, own: Partitions | None, *, progress: ProgressFn, began_s: int | None = None
+    ) -> AbstractContextManager[tuple[BulkLoad, BaseBuild]]: ...
+
+
 class LoadTarget(Protocol):
     """The target of a load: where its rows go."""
 
@@ -81,18 +89,24 @@ class LoadTarget(Protocol):
         """Claim the version before anything is built. Conflict if there is such a version, or may not be."""
 
     def place(
-        self, bulk: BulkLoad, build: BaseBuild, where: VersionDirectory, snapshot: Snapshot, progress: ProgressFn
-    ) -> None:
-        """Move the built files to where they are read, and compare the result with what was built."""
+        self, build: Building, where: VersionDirectory, snapshot: Snapshot, progress: ProgressFn
+    ) -> BaseBuild | None:
+        """Build the rows' files, all at once or part by part, move them to where they are read, and compare the result
+        with what was built. Returns what was built, None if the version is there by another node's load.
+        """
 
     def record(self, where: VersionDirectory, build: BaseBuild, manifest: Manifest) -> dict[str, Any]:
         """The content of the version's record, with which it can be read before it is there for others."""
 
-    def publish(self, where: VersionDirectory, number: int, record: dict[str, Any]) -> None:
-        """Write the record: from here on the version is there. Side files are in `where` already."""
+    def publish(self, where: VersionDirectory, number: int, record: dict[str, Any]) -> bool:
+        """Write the record: from here on the version is there. Side files are in `where` already. False if another
+        node's load has done so.
+        """
 
-    def abandon(self, number: int) -> None:
-        """After `claim`: the load has failed, and no other one can go on from it."""
+    def abandon(self, number: int, error: BaseException) -> None:
+        """After `claim`: the load has failed by an error after which no other one can go on from what is on this
+        machine.
+        """
 
     def activate(self, number: int, progress: ProgressFn) -> None:
         """Switch to the loaded version."""

@@ -39,7 +39,7 @@ from tierstore.formats.snapshot.reader import Snapshot
 from tierstore.ingest.helpers import Helpers
 from tierstore.ingest.journal import Journal, about
 from tierstore.ingest.load_tasks import RUNS, LoadTasks
-from tierstore.ingest.plan import plan_load
+from tierstore.ingest.plan import LoadPlan, plan_load
 from tierstore.ingest.progress import ProgressReporter
 from tierstore.ingest.results import BaseBuild, TableBuild, Written, sum_up
 from tierstore.ingest.resume import Finished, find_finished
@@ -59,6 +59,20 @@ _INGEST = "ingest"
 _JOURNAL_FORMAT = 1  # another one where runs, files or what tasks report mean something else
 
 
+def disk_needed(snapshot: Snapshot, own: Partitions | None, *, memory_bytes: int, workers: int) -> int:
+    """Bytes that a load of a snapshot, or of some partitions of its rows, into sealed files needs on disk, about."""
+    part = 1.0 if own is None else own.part
+    plan = plan_load(snapshot.manifest.tables, base="sealed", memory_bytes=memory_bytes, workers=workers, part=part)
+    return _disk_bytes(plan, snapshot, own)
+
+
+def _disk_bytes(plan: LoadPlan, snapshot: Snapshot, own: Partitions | None) -> int:
+    if not isinstance(snapshot, BuiltSnapshot):
+        return plan.disk_bytes
+    sizes = [file.bytes for file in snapshot.built.files] or [0]
+    return sum(sizes) if own is None else int(sum(sizes) * own.part) + plan.workers * max(sizes)
+
+
 def can_go_on(error: BaseException) -> bool:
     """Whether another load can go on after this error: it was stopped, and what it made is good and leaves room."""
     return isinstance(error, LoadCancelled) or not isinstance(error, (SnapshotError, Corruption, DiskFull))
@@ -71,8 +85,8 @@ class BulkLoad:
     all. Needs room on disk for the rows twice. `progress` is called from this thread, 5 to 20 times a
     second; what it raises ends the load.
 
-    Rows that are older than the ttl of their table when the load begins are not loaded. The times of the others are kept, unless
-    `keep_times` is False.
+    Rows that are older than the ttl of their table when the load begins, or at `began_s`, are not loaded. The times of the others are kept,
+    unless `keep_times` is False.
 
     With `aside` helpers use half of the processors, because requests are served meanwhile. `share` says for which share of
     the time they may work. `partitions` are made, of which each file has one; else, with `own`, only rows of these are loaded.
@@ -96,10 +110,12 @@ class BulkLoad:
         keep_times: bool = True,
         partitions: int = 1,
         own: Partitions | None = None,
+        began_s: int | None = None,
         progress: ProgressFn | None = None,
         cancelled: threading.Event | None = None,
     ) -> None:
         self._snapshot, self._aside, self._share, self._keep = snapshot, aside, share, keep
+        self._began_s = began_s
         self._tables = snapshot.manifest.tables
         self._out_dir = Path(out_dir).absolute()
         self._base: BaseKind = base
@@ -250,13 +266,7 @@ class BulkLoad:
 
     def _check_room(self) -> None:
         """Raise StorageError now rather than after an hour."""
-        if self._built is None:
-            needed = self.plan.disk_bytes
-        else:
-            sizes = [file.bytes for file in self._built.built.files] or [0]
-            needed = (
-                sum(sizes) if self._own is None else int(sum(sizes) * self._own.part) + self.plan.workers * max(sizes)
-            )
+        needed = _disk_bytes(self.plan, self._snapshot, self._own)
         needed = max(0, needed - tree_bytes(self._out_dir))  # files of an earlier load are used
         free = shutil.disk_usage(self._out_dir).free
         scratch = self.plan.scratch_bytes if self._built is None else 0
@@ -282,9 +292,11 @@ class BulkLoad:
         }
         if self._built is None and any(table.ttl_s is not None for table in self._tables):
             before = about(self._out_dir / JOURNAL)
-            identity["began_s"] = int(time.time())
-            if isinstance(before, dict) and before == json.loads(
-                json.dumps({**identity, "began_s": before.get("began_s")})
+            identity["began_s"] = int(time.time()) if self._began_s is None else self._began_s
+            if (
+                self._began_s is None
+                and isinstance(before, dict)
+                and before == json.loads(json.dumps({**identity, "began_s": before.get("began_s")}))
             ):
                 return before
         return identity

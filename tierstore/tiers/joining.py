@@ -19,6 +19,7 @@ from tierstore.types import Keys, Rows, States, Tier
 
 _REQUEST_BYTES = 64  # of a key on its way, beside its row
 NO_LIMIT = np.iinfo(np.int64).max
+REPLACED = 1 << 62  # above every seq: rows are not those of the line that was asked for, but of a later one
 
 
 class Watermarks(NamedTuple):

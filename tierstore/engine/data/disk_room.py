@@ -76,6 +76,12 @@ def check_free(root: Path, reserve: int, what: str, nbytes: int) -> None:
         raise DiskFull(f"no room for {what}: {_kept(*there)}, so the disk is full; free some space and try again")
 
 
+def free_beyond(root: Path, reserve: int) -> int | None:
+    """Bytes that are free on the file system of `root` beyond the reserve; None if that cannot be read."""
+    there = _free_and_floor(root, reserve)
+    return None if there is None else max(0, there[0] - there[1])
+
+
 def _kept(free: int, floor: int) -> str:
     return f"{size_text(free)} are free, and {size_text(floor)} are kept in reserve (disk_reserve)"
 

@@ -39,7 +39,6 @@ class Rebuilder:
         """Conflict if the version cannot be built again."""
         name, start, base_seq = self._state.name, self._state.log.start, info.manifest.delta_seq
         what = f"version {info.number} of {name!r} cannot be built again from its base"
-        self._state.shared.placement.refusals.check("rebuild", model=name, number=info.number)
         if info.base != "sealed":
             raise Conflict(
                 f"{what}: it was loaded with base={info.base}, which does not keep rows as loaded apart from those of "

@@ -7,14 +7,16 @@ published the version is kept, even if the switch to it fails, unless the snapsh
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 
 from tierstore.engine.lifecycle.state import Shared
 from tierstore.engine.model import Model
 from tierstore.engine.operations.golden import check_loaded
-from tierstore.engine.placement import LoadTarget
+from tierstore.engine.placement import Building, LoadTarget
 from tierstore.engine.versions.info import GOLDEN, VersionInfo
 from tierstore.errors import InvalidInput, LoadCancelled, SnapshotError
 from tierstore.formats import files
@@ -28,7 +30,7 @@ from tierstore.ingest.side_files import copy_side_files
 from tierstore.predict.binding import Bindings
 from tierstore.predict.session import DenseCounts
 from tierstore.tiers.background import yield_to_requests
-from tierstore.types import Progress, ProgressFn
+from tierstore.types import Partitions, Progress, ProgressFn
 
 log = logging.getLogger(__name__)
 
@@ -67,45 +69,67 @@ def load(
             note(step)
             progress(step)
 
-        if number not in model.catalogue:  # otherwise it was loaded before, and not switched to
+        here = number in model.catalogue  # then it was loaded before, and not switched to
+        if not here:
             where = model.catalogue.where(number)
             target.claim(snapshot, identity)
+            building = partial(_built, model, shared, target, where, number, aside=aside, cancelled=cancelled)
             try:
-                build = _build(
-                    model, snapshot, shared, target, where, aside=aside, progress=report, cancelled=cancelled
-                )
-                may_go_on()
-                copy_side_files(snapshot, where, build.own)
-                snapshot.check_unchanged(identity)
-                may_go_on()
-                model.state.live.check_open()
-                record = target.record(where, build, manifest)
-                if (golden := check_loaded(model, VersionInfo(where, record=record), report)) is not None:
-                    record[GOLDEN] = golden.document()
-                target.publish(where, number, record)
+                here = _bring(model, snapshot, identity, target, where, building, report)
             except BaseException as error:
                 if not can_go_on(error):
-                    target.abandon(number)
+                    target.abandon(number, error)
                 raise
             files.remove_tree(where.build)  # not before: a crash in between would cost the whole load
-            model.catalogue.add(VersionInfo(where))
-        if activate:
+            if here:
+                model.catalogue.add(VersionInfo(where))
+        if activate and here:
             target.activate(number, report)
+    if activate and not here:  # this node serves what another one has loaded, once that is not claimed any more
+        target.activate(number, progress)
     return number
 
 
-def _build(
+def _bring(
     model: Model,
     snapshot: Snapshot,
+    identity: str,
+    target: LoadTarget,
+    where: VersionDirectory,
+    building: Building,
+    progress: ProgressFn,
+) -> bool:
+    """Bring rows and side files to their places, try the version, and publish it. False if another node has done so."""
+    build = target.place(building, where, snapshot, progress)
+    if build is None:
+        return False
+    progress(Progress("side files"))
+    copy_side_files(snapshot, where, build.own)
+    snapshot.check_unchanged(identity)
+    progress(Progress("side files"))
+    model.state.live.check_open()
+    record = target.record(where, build, snapshot.manifest)
+    if (golden := check_loaded(model, VersionInfo(where, record=record), progress)) is not None:
+        record[GOLDEN] = golden.document()
+    return target.publish(where, snapshot.manifest.version, record)
+
+
+@contextlib.contextmanager
+def _built(
+    model: Model,
     shared: Shared,
     target: LoadTarget,
     where: VersionDirectory,
+    number: int,
+    snapshot: Snapshot,
+    own: Partitions | None,
     *,
     aside: bool,
-    progress: ProgressFn,
     cancelled: threading.Event | None,
-) -> BaseBuild:
-    """Build the base's files in helper processes, move them to the target, and read everything back."""
+    progress: ProgressFn,
+    began_s: int | None = None,
+) -> Iterator[tuple[BulkLoad, BaseBuild]]:
+    """`Building`: the base's files, made in helper processes."""
     settings = shared.settings
     with BulkLoad(
         snapshot,
@@ -116,17 +140,16 @@ def _build(
         aside=aside,
         keep=settings.load_retention_s > 0,
         share=lambda: shared.throttle.share,
-        own=settings.own,
+        own=own,
+        began_s=began_s,
         keep_times=target.keep_times,
         progress=progress,
         cancelled=cancelled,
     ) as bulk:
         build = bulk.build()
         if any(build.kept_rows.values()):
-            number = snapshot.manifest.version
             log.info("model %s: version %d goes on: rows not done again: %s", model.name, number, build.kept_rows)
-        target.place(bulk, build, where, snapshot, progress)
-    return build
+        yield bulk, build
 
 
 def _check_dense(snapshot: Snapshot, shared: Shared, may_go_on: Callable[[], None]) -> None:

@@ -51,15 +51,8 @@ TABLE: Mapping[Act, Mapping[Name, Refusal]] = {
     "withdraw": {"upstream": _of_nodes("a canary")},
     "label": {"cluster": _not_yet("labels"), "upstream": _of_nodes("a label")},
     "unlabel": {"cluster": _not_yet("labels"), "upstream": _of_nodes("a label")},
-    "deactivate": {"cluster": _not_yet("deactivation"), "upstream": _of_nodes("a switch")},
+    "deactivate": {"upstream": _of_nodes("a switch")},
     "drop": {"upstream": _of_nodes("a drop")},
-    "rebuild": {
-        "cluster": Refusal(
-            Conflict,
-            "version {number} of {model!r} cannot be built again from its base: its rows are in a cluster; load a "
-            "snapshot from before those deltas instead",
-        )
-    },
     "adopt": _everywhere(Conflict, "the models of this node are those of other machines, and it has none of its own"),
     # what reads a whole version
     "export": _everywhere(InvalidInput, "version {number} of {model!r} cannot be exported: its rows are not on this "

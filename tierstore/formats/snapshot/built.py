@@ -205,6 +205,13 @@ def _joined(root: Location, content: bytes, whole: _Partitioned, own: Partitions
                 f"expected partition {number} of {whole.partitions} of the same build; build it again", file=name
             )
         opened.append((folder, part))
+    digest = xxhash.xxh3_128_hexdigest(b"".join([content, *(part.digest.encode() for _, part in opened)]))
+    return _of_folders(root.resolve(), opened, digest, held)
+
+
+def _of_folders(
+    root: Location, opened: list[tuple[str, BuiltSnapshot]], digest: str, held: Partitions
+) -> BuiltSnapshot:
     folder, first = opened[0]
     tables = []
     for i, table in enumerate(first.built.tables):
@@ -218,9 +225,8 @@ def _joined(root: Location, content: bytes, whole: _Partitioned, own: Partitions
     files = [_below(folder, file) for folder, part in opened for file in part.built.files]
     others = tuple(_below(folder, other) for other in first.built.others)
     update = {"tables": tuple(tables), "files": tuple(files), "others": others}
-    digest = xxhash.xxh3_128_hexdigest(b"".join([content, *(part.digest.encode() for _, part in opened)]))
     manifest = _manifest_below(folder, first.manifest)
-    return BuiltSnapshot(root.resolve(), manifest, first.built.model_copy(update=update), digest, held)
+    return BuiltSnapshot(root, manifest, first.built.model_copy(update=update), digest, held, tuple(opened))
 
 
 def _of_all(part: BuiltSnapshot) -> tuple[Any, ...]:
@@ -257,6 +263,15 @@ class BuiltSnapshot(Snapshot):
     built: BuiltManifest
     digest: str  # of every `built.json`, and so of everything
     held: Partitions | None
+    folders: tuple[tuple[str, BuiltSnapshot], ...] = ()  # by name, those of `held`, if it is of several
+
+    def only(self, partition: int) -> BuiltSnapshot:
+        """One of its partitions."""
+        if not self.folders:
+            return self
+        mine = [entry for entry in self.folders if entry[1].built.partition == partition]
+        digest = xxhash.xxh3_128_hexdigest(f"{self.digest} {partition}".encode())
+        return _of_folders(self.root, mine, digest, Partitions.of(self.built.partitions, [partition]))
 
     def check_files(self) -> None:
         """Raise SnapshotError unless every file is there with its length, and the side files are unchanged."""

@@ -6,9 +6,9 @@ Any thread may call anything. A command may arrive twice: every write of ours ha
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 from tierstore.errors import ConfigError, RemoteUnavailable, StorageError
 from tierstore.tiers.answers import reading
@@ -18,8 +18,10 @@ from tierstore.tiers.remote.options import ServerAddress
 
 _PAUSE_S = 0.05
 _ASKING = b"*1\r\n$6\r\nASKING\r\n"
+_MOST_CHANGES = 100  # of a watched key, while a write waits for a moment without one
 
 Packed = bytes | bytearray | memoryview
+T = TypeVar("T")
 
 
 def command(*words: bytes) -> bytes:
@@ -33,6 +35,53 @@ def call(cluster: Cluster, slot: int, packed: Sequence[Packed], *, timeout_s: fl
     Follows the slot to another server, and waits for a new master, for at most `timeout_s`; then it raises RemoteUnavailable. Raises StorageError
     with the server's words if it refuses a command (no memory, no permission, wrong type).
     """
+    return _at_master(cluster, slot, lambda connection, asking: _send(connection, packed, asking=asking), timeout_s)
+
+
+def call_if(
+    cluster: Cluster,
+    slot: int,
+    key: bytes,
+    field: bytes,
+    expected: bytes,
+    packed: Sequence[Packed],
+    *,
+    timeout_s: float,
+) -> tuple[list[Any] | None, bytes | None]:
+    """Send commands as one transaction, if `field` of the hash `key` is as expected when they are executed.
+
+    Returns their replies, None if it is not, and the field's value. Errors as `call`. While the slot is being migrated the field is compared
+    before the commands alone: its keys may be on two servers, which take no transaction.
+    """
+    there, redis = command(b"HGET", key, field), driver()
+
+    def exchange(connection: Any, asking: bool) -> tuple[list[Any] | None, bytes | None]:
+        try:
+            for _ in range(_MOST_CHANGES):
+                value = _send(connection, [command(b"WATCH", key), there], asking=False)[1]
+                if value != expected:
+                    _send(connection, [command(b"UNWATCH")], asking=False)
+                    return None, value
+                replies = _send(connection, [command(b"MULTI"), *packed, command(b"EXEC")], asking=False)[-1]
+                if replies is not None:
+                    return replies, value
+        except (redis.exceptions.AskError, redis.exceptions.TryAgainError) as error:
+            raise _Migrating from error
+        raise RemoteUnavailable(f"slot {slot}: {key.decode()} is changed all the time")
+
+    try:
+        return _at_master(cluster, slot, exchange, timeout_s)
+    except _Migrating:
+        value = call(cluster, slot, [there], timeout_s=timeout_s)[0]
+        return (call(cluster, slot, packed, timeout_s=timeout_s) if value == expected else None), value
+
+
+class _Migrating(Exception):
+    """A slot is on its way to another server."""
+
+
+def _at_master(cluster: Cluster, slot: int, exchange: Callable[[Any, bool], T], timeout_s: float) -> T:
+    """`exchange(connection, asking)` with the master of a slot, repeated where the cluster has changed; see `call`."""
     redis = driver()
     deadline_s = time.monotonic() + timeout_s
     target: ServerAddress | None = None
@@ -42,7 +91,7 @@ def call(cluster: Cluster, slot: int, packed: Sequence[Packed], *, timeout_s: fl
         try:
             address = target or cluster.master_of(slot)
             with reading(f"what {address} answers"), cluster.connections.borrowed(address) as connection:
-                return _send(connection, packed, asking=target is not None)
+                return exchange(connection, target is not None)
         except redis.exceptions.AskError as error:
             target, problem = ServerAddress(error.host, error.port), error
             if time.monotonic() <= deadline_s:

@@ -1,6 +1,8 @@
 """Names of everything in the cluster, and the tag of each key's row. Pure functions; any thread may call them.
 
-    ts:{<tag>}:<model>:<version>           hash: seq, applying, epoch, chunk, digest (the watermark of this tag)
+    ts:{<tag>}:<model>:<version>           hash: seq, applying, epoch, chunk, digest (the watermark of this tag), load
+    ts:{<tag>}:<model>:<version>.<line>    the same after that many rollbacks to a delta; the one before says `applying` REPLACED
+    ts:{<tag>}:<model>:<version>::before   hash: seq of a delta → the rows that it replaced, for a rollback
     ts:{<tag>}:<model>:<version>:<table>   hash: code (8 bytes, little-endian) → row as stored
 
 A *tag* is a hash tag of Redis: keys with the same tag are in the same slot, so one server has them and one command or script may touch all of them. A
@@ -24,6 +26,8 @@ APPLYING = b"applying"  # the newest delta of which rows may be there
 EPOCH = b"epoch"  # of the newest writer; a writer with a lower epoch is refused
 CHUNK = b"chunk"  # how many chunks of the delta `applying` are there
 DIGEST = b"digest"  # seq and digest of the delta `applying`: another delta with this seq is refused
+WAS = b"was"  # what `applying` was before it said REPLACED
+LOAD = b"load"  # the load that may write rows; empty once it has ended
 
 
 def slot_of(tag: bytes) -> int:
@@ -31,8 +35,14 @@ def slot_of(tag: bytes) -> int:
     return crc_hqx(tag, 0) % SLOTS
 
 
-def watermark_key(tag: bytes, model: str, version: int) -> bytes:
-    return b"ts:{%s}:%s:%d" % (tag, model.encode(), version)
+def watermark_key(tag: bytes, model: str, version: int, line: int = 0) -> bytes:
+    """The watermark of a line of a version: each rollback to a delta begins another one, over the same rows."""
+    return b"ts:{%s}:%s:%d" % (tag, model.encode(), version) + (b".%d" % line if line else b"")
+
+
+def before_key(tag: bytes, model: str, version: int) -> bytes:
+    """A hash: seq of a delta → the rows that it replaced under this tag."""
+    return watermark_key(tag, model, version) + b"::before"
 
 
 def rows_key(tag: bytes, model: str, version: int, table: str) -> bytes:

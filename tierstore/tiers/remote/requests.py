@@ -19,12 +19,14 @@ MOST_FIELDS = 2048  # of a command: a server answers nobody else meanwhile
 class TableLayout:
     """A table's names in the cluster, and its requests. Immutable."""
 
-    def __init__(self, model: str, version: int, table: str, tags: Sequence[bytes], row_bytes: int) -> None:
+    def __init__(
+        self, model: str, version: int, table: str, tags: Sequence[bytes], row_bytes: int, line: int = 0
+    ) -> None:
         if not 1 <= row_bytes <= resp.MOST_ROW_BYTES:
             raise ValueError(f"expected rows of 1 to {resp.MOST_ROW_BYTES} bytes, got {row_bytes}")
         self.model, self.version, self.table, self.tags, self.row_bytes = model, version, table, tuple(tags), row_bytes
         self.slots = [slot_of(tag) for tag in tags]
-        self.watermark_keys = [watermark_key(tag, model, version) for tag in tags]
+        self.watermark_keys = [watermark_key(tag, model, version, line) for tag in tags]
         self.rows_keys = [rows_key(tag, model, version, table) for tag in tags]
         head = b"$%d\r\n" % row_bytes
         self.head, self.head_bytes = int.from_bytes(head, "little"), len(head)

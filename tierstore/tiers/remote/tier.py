@@ -15,12 +15,19 @@ class RemoteTable(JoinedTable):
     """One table of one version in a cluster. `tags` are the version's, in the order of its manifest, and the parts of its watermarks."""
 
     def __init__(
-        self, cluster: Cluster, model: str, version: int, table: str, tags: Sequence[bytes], row_bytes: int
+        self,
+        cluster: Cluster,
+        model: str,
+        version: int,
+        table: str,
+        tags: Sequence[bytes],
+        row_bytes: int,
+        line: int = 0,
     ) -> None:
         super().__init__(cluster.machines, row_bytes, len(tags))
         # constant after construction
         self._cluster = cluster
-        self.layout = TableLayout(model, version, table, tags, row_bytes)
+        self.layout = TableLayout(model, version, table, tags, row_bytes, line)
 
     def _read(
         self, codes: Keys, places: Keys, rows: Rows, state: States, deadline_s: float, bounds: Bounds

@@ -10,6 +10,7 @@ delta is left alone, and a half applied delta is applied from its beginning.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -17,23 +18,35 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.errors import Corruption, Fenced, RemoteUnavailable, SequenceGap, StorageError
+from tierstore.errors import Conflict, Corruption, Fenced, RemoteUnavailable, SequenceGap, StorageError
 from tierstore.kernels import partitions
 from tierstore.kernels.codec import address_of
 from tierstore.threads import Pool
 from tierstore.tiers.answers import reading
-from tierstore.tiers.remote.calls import call, command
+from tierstore.tiers.joining import REPLACED
+from tierstore.tiers.remote.calls import Packed, call, call_if, command
 from tierstore.tiers.remote.cluster import Cluster
-from tierstore.tiers.remote.layout import APPLYING, CHUNK, DIGEST, EPOCH, SEQ, rows_key, slot_of, watermark_key
+from tierstore.tiers.remote.layout import (
+    APPLYING,
+    CHUNK,
+    DIGEST,
+    EPOCH,
+    LOAD,
+    SEQ,
+    WAS,
+    before_key,
+    rows_key,
+    slot_of,
+    watermark_key,
+)
+from tierstore.tiers.remote.requests import MOST_FIELDS
 from tierstore.tiers.remote.scripts import ALREADY, APPLIED, APPLY, FENCED, FORKED, GAP
-from tierstore.tiers.remote.tier import RemoteTable
-from tierstore.types import Keys, Rows, Tier
+from tierstore.types import Keys, Rows
 from tierstore.wire import resp
 
 _CHUNK_BYTES = 512 << 10  # of a command of a load
 _DELTA_BYTES = 1 << 20  # of a script, in which a server answers nobody else: about 5 ms
 _THREADS = 8
-_FIRST_STEP = 10_000
 
 T = TypeVar("T")
 _reading = reading("what the cluster answers")
@@ -59,18 +72,21 @@ class TagState(NamedTuple):
 
 
 class Writer:
-    """Writes rows and watermarks of one version to the cluster. `row_bytes` is of each table.
+    """Writes rows and watermarks of one version to the cluster. `row_bytes` is of each table, `line` that of the watermarks.
 
-    `wait_replicas`: a write counts once so many replicas have it (`WAIT`).
+    `wait_replicas`: a write counts once so many replicas have it (`WAIT`). `load`: the load that writes rows, which each tag compares: what a
+    process sends that was stopped meanwhile, and whose load has ended, changes nothing. Empty: nothing is compared.
     """
 
     def __init__(
         self, cluster: Cluster, model: str, version: int, row_bytes: Mapping[str, int], tags: Sequence[bytes],
-        *, timeout_s: float = 30.0, wait_replicas: int = 0,
+        *, line: int = 0, load: str = "", is_on: Callable[[], bool] = lambda: False, timeout_s: float = 30.0, wait_replicas: int = 0,
     ) -> None:  # fmt: skip
+        """`is_on`: whether the load goes on, for a tag that has lost its name with a server."""
         self._cluster, self._model, self.version = cluster, model, version
         self._row_bytes, self._tags = dict(row_bytes), list(tags)
-        self._slots = [slot_of(tag) for tag in tags]
+        self._slots, self.line = [slot_of(tag) for tag in tags], line
+        self._load, self._is_on = load.encode(), is_on
         self._timeout_s, self._wait_replicas = timeout_s, wait_replicas
         self._threads = Pool(min(_THREADS, len(tags)), "tierstore-remote-write")
 
@@ -85,10 +101,20 @@ class Writer:
 
     # ---- a load
 
+    def begin(self) -> None:
+        """Let this load write rows from now on, and no other one; remove the rows that are there."""
+
+        def begin(tag: int) -> None:
+            key = self._watermark_key(tag)
+            self._call(tag, [command(b"UNLINK", key, self._before_key(tag)), command(b"HSET", key, LOAD, self._load)])
+
+        self._on_tags(begin)
+        self._remove_rows(0.0, None)
+
     def write_rows(self, table: str, codes: Keys, rows: Rows) -> None:
         """Write `rows` uint8 [n, row_bytes] of `codes` int64 [n] to the cluster, over existing rows.
 
-        Raises RemoteUnavailable, StorageError (such as when the cluster has no memory).
+        Raises RemoteUnavailable, StorageError (such as when the cluster has no memory), Conflict if the load has ended.
         """
         rows = self._checked(table, codes, rows)
         order, starts = self._grouped(codes)
@@ -97,45 +123,76 @@ class Writer:
             per_command = max(1, _CHUNK_BYTES // (rows.shape[1] + resp.KEY_BYTES))
             for start in range(starts[tag], starts[tag + 1], per_command):
                 places = order[start : min(start + per_command, starts[tag + 1])]
-                self._call(tag, [self._put_command(self._rows_key(tag, table), codes, places, rows)])
+                self._write(tag, [self._put_command(self._rows_key(tag, table), codes, places, rows)])
 
         self._on_tags(write, np.flatnonzero(np.diff(starts)).tolist())
 
     def finish(self, *, seq: int, epoch: int = 0) -> None:
         """Mark the load as complete, with every delta up to `seq`: from now on the version can be read."""
-        fields = (SEQ, b"%d" % seq, APPLYING, b"%d" % seq, EPOCH, b"%d" % epoch, CHUNK, b"0")
-        self._on_tags(lambda tag: self._call(tag, [command(b"HSET", self._watermark_key(tag), *fields)]))
+        fields = (SEQ, b"%d" % seq, APPLYING, b"%d" % seq, EPOCH, b"%d" % epoch, CHUNK, b"0", LOAD, b"")
+        self._on_tags(lambda tag: self._write(tag, [command(b"HSET", self._watermark_key(tag), *fields)], ended=True))
+
+    def _write(self, tag: int, packed: list[Packed], *, ended: bool = False) -> None:
+        """Write for the load. `ended`: nothing, if the load of this tag has ended."""
+        if not self._load:
+            self._call(tag, packed)
+            return
+        key = self._watermark_key(tag)
+        while True:
+            replies, load = call_if(
+                self._cluster, self._slots[tag], key, LOAD, self._load, packed, timeout_s=self._timeout_s
+            )
+            if replies is not None or (ended and load == b""):
+                return
+            if load is not None or not self._is_on():
+                raise Conflict(
+                    f"version {self.version} of {self._model!r} is not being loaded by this load any more: another node has "
+                    "ended it, or dropped the version"
+                )
+            # a server has lost it; a load that has ended leaves it empty, and another one puts its own there
+            self._call(tag, [command(b"HSETNX", key, LOAD, self._load)])
 
     @_reading
     def counts(self, table: str) -> list[int]:
         """The number of a table's rows in each tag."""
         return self._on_tags(lambda tag: int(self._call(tag, [command(b"HLEN", self._rows_key(tag, table))])[0]))
 
-    def count(self, table: str) -> int:
-        """The number of a table's rows in the cluster."""
-        return sum(self.counts(table))
+    @_reading
+    def read_rows(self, table: str, codes: Keys) -> tuple[Rows, npt.NDArray[np.bool_]]:
+        """Rows as they are now, whatever the watermarks say, uint8 [n, row_bytes], and which of them are there."""
+        order, starts = self._grouped(codes)
+        rows = np.zeros((len(codes), self._row_bytes[table]), np.uint8)
+        found = np.zeros(len(codes), np.bool_)
 
-    def verify(self, table: str, rows: int, codes: Keys, sample: Rows) -> None:
-        """Compare the number of rows, and the rows of `codes`. Raises Corruption that says what differs.
+        def read(tag: int) -> None:
+            places = order[starts[tag] : starts[tag + 1]]
+            rows[places], found[places] = self._rows_of_tag(tag, table, codes[places])
 
-        After `finish`. `codes` are ascending and distinct.
-        """
-        found = self.count(table)
-        if found != rows:
+        self._on_tags(read, np.flatnonzero(np.diff(starts)).tolist())
+        return rows, found
+
+    @_reading
+    def _rows_of_tag(self, tag: int, table: str, codes: Keys) -> tuple[Rows, npt.NDArray[np.bool_]]:
+        """`read_rows` of codes that are all under one tag."""
+        rows, found = np.zeros((len(codes), self._row_bytes[table]), np.uint8), np.zeros(len(codes), np.bool_)
+        for start in range(0, len(codes), MOST_FIELDS):
+            part = slice(start, start + MOST_FIELDS)
+            fields = np.ascontiguousarray(codes[part]).view("V8").tolist()
+            values = self._call(tag, [command(b"HMGET", self._rows_key(tag, table), *fields)])[0]
+            there = np.array([value is not None for value in values], np.bool_)
+            joined = np.frombuffer(b"".join(value for value in values if value is not None), np.uint8)
+            rows[part][there], found[part] = joined.reshape(-1, rows.shape[1]), there
+        return rows, found
+
+    def verify(self, table: str, codes: Keys, sample: Rows) -> None:
+        """Compare the rows of `codes`, which are distinct. Raises Corruption that says what differs."""
+        got, found = self.read_rows(table, codes)
+        wrong = ~found | (got != sample).any(axis=1)
+        if wrong.any():
             raise Corruption(
-                f"{self._model}, version {self.version}: table {table} has {found} rows in the cluster, expected {rows}"
+                f"{self._model}, version {self.version}: {int(wrong.sum())} of {len(codes)} sampled rows of table "
+                f"{table} differ in the cluster, code {int(codes[wrong.argmax()])} first"
             )
-        reader = RemoteTable(self._cluster, self._model, self.version, table, self._tags, self._row_bytes[table])
-        for start in range(0, len(codes), _FIRST_STEP):
-            part = codes[start : start + _FIRST_STEP]
-            got, state = np.zeros((len(part), self._row_bytes[table]), np.uint8), np.zeros(len(part), np.uint8)
-            reader.fetch(part, got, state, deadline_s=time.monotonic() + self._timeout_s)
-            wrong = (state != Tier.REMOTE) | (got != sample[start : start + _FIRST_STEP]).any(axis=1)
-            if wrong.any():
-                raise Corruption(
-                    f"{self._model}, version {self.version}: {int(wrong.sum())} of {len(part)} sampled rows of table "
-                    f"{table} differ in the cluster, code {int(part[wrong.argmax()])} first"
-                )
 
     # ---- deltas
 
@@ -226,6 +283,147 @@ class Writer:
             raise StorageError(f"{what}: there is no watermark: the version is incomplete, or was dropped")
         return int(outcome)
 
+    # ---- rollbacks
+
+    def keep_before(self, epoch: int, seq: int, changes: Sequence[Change]) -> None:
+        """Keep the rows that a delta will replace, before the first of them is changed; what was kept is left alone. Fenced."""
+        grouped = [(change.table, change.codes, *self._grouped(change.codes)) for change in changes]
+
+        def keep(tag: int) -> None:
+            key, field = self._before_key(tag), b"%d" % seq
+            parts = [(table, codes[order[starts[tag] : starts[tag + 1]]]) for table, codes, order, starts in grouped]
+            if self._call(tag, [command(b"HEXISTS", key, field)])[0]:
+                return
+            pieces = [(table, codes, *self._rows_of_tag(tag, table, codes)) for table, codes in parts if len(codes)]
+            self._guarded(tag, epoch, [command(b"HSETNX", key, field, _packed_rows(pieces))])
+
+        self._on_tags(keep)
+
+    def lack_before(self, seqs: Sequence[int]) -> list[int]:
+        """The deltas, out of these, whose replaced rows are not kept under every tag."""
+        if not seqs:
+            return []
+        fields = [b"%d" % seq for seq in seqs]
+        found = self._on_tags(
+            lambda tag: [self._call(tag, [command(b"HSTRLEN", self._before_key(tag), field) for field in fields])]
+        )
+        return [seq for at, seq in enumerate(seqs) if not all(lengths[at] for (lengths,) in found)]
+
+    def forget_before(self, seqs: Sequence[int]) -> None:
+        """Deltas that are not rolled back any more."""
+        if seqs:
+            fields = [b"%d" % seq for seq in seqs]
+            self._on_tags(lambda tag: self._call(tag, [command(b"HDEL", self._before_key(tag), *fields)]))
+
+    def reached(self) -> tuple[int, int | None]:
+        """The newest delta of which this line has rows, and the seq that all tags have where it was replaced since."""
+
+        def read(tag: int) -> tuple[int, int | None]:
+            later = watermark_key(self._tags[tag], self._model, self.version, self.line + 1)
+            fields, next_ = self._call(
+                tag, [command(b"HMGET", self._watermark_key(tag), APPLYING, WAS), command(b"HGET", later, SEQ)]
+            )
+            applying, was = (int(field or 0) for field in fields)
+            return (was if applying == REPLACED else applying), None if next_ is None else int(next_)
+
+        states = self._on_tags(read)
+        ends = [end for _, end in states]
+        return max(newest for newest, _ in states), None if None in ends else min(
+            end for end in ends if end is not None
+        )
+
+    def replace_line(self, epoch: int) -> Writer:
+        """Refuse reads of this line from now on. Returns the writer of the next one, which can be read after `end_line`. Fenced."""
+        later = Writer(
+            self._cluster, self._model, self.version, self._row_bytes, self._tags, line=self.line + 1,
+            timeout_s=self._timeout_s, wait_replicas=self._wait_replicas,
+        )  # fmt: skip
+
+        def replace(tag: int) -> None:
+            self._take(tag, epoch)
+            key = self._watermark_key(tag)
+            applying = int(self._call(tag, [command(b"HGET", key, APPLYING)])[0] or 0)
+            if applying != REPLACED:
+                words = (WAS, b"%d" % applying, APPLYING, b"%d" % REPLACED)
+                self._guarded(tag, epoch, [command(b"HSET", key, *words)])
+            later._take(tag, epoch)
+
+        self._on_tags(replace)
+        return later
+
+    def put_before(self, epoch: int, seq: int) -> None:
+        """Put back the rows that a delta has replaced. Fenced; Corruption if they are not kept."""
+
+        def put(tag: int) -> None:
+            kept = self._call(tag, [command(b"HGET", self._before_key(tag), b"%d" % seq)])[0]
+            if kept is None:
+                raise Corruption(f"{self._model}, version {self.version}: the rows that delta {seq} replaced are gone")
+            for table, codes, rows, found in _unpacked_rows(kept, self._row_bytes):
+                self._set_rows(tag, epoch, Change(table, codes, rows, ~found))
+
+        self._on_tags(put)
+
+    def put_rows(self, epoch: int, changes: Sequence[Change]) -> None:
+        """Write a delta's rows to a line that cannot be read yet. Fenced."""
+        grouped = [(change, *self._grouped(change.codes)) for change in changes]
+
+        def put(tag: int) -> None:
+            for change, order, starts in grouped:
+                at = order[starts[tag] : starts[tag + 1]]
+                self._set_rows(tag, epoch, Change(change.table, change.codes[at], change.rows[at], change.deleted[at]))
+
+        self._on_tags(put)
+
+    def end_line(self, epoch: int, seq: int, digest: str) -> None:
+        """The rows are those of this line, with every delta up to `seq`: from now on it can be read. Fenced."""
+        words = (SEQ, b"%d" % seq, APPLYING, b"%d" % seq, CHUNK, b"0", DIGEST, b"%d %s" % (seq, digest.encode()))
+        self._on_tags(lambda tag: self._guarded(tag, epoch, [command(b"HSET", self._watermark_key(tag), *words)]))
+
+    def _set_rows(self, tag: int, epoch: int, change: Change) -> None:
+        key, rows = self._rows_key(tag, change.table), np.ascontiguousarray(change.rows)
+        put, gone = np.flatnonzero(~change.deleted), np.flatnonzero(change.deleted)
+        step = max(1, _CHUNK_BYTES // (rows.shape[1] + resp.KEY_BYTES))
+        for start in range(0, len(put), step):
+            self._guarded(tag, epoch, [self._put_command(key, change.codes, put[start : start + step], rows)])
+        for start in range(0, len(gone), MOST_FIELDS):
+            fields = np.ascontiguousarray(change.codes[gone[start : start + MOST_FIELDS]]).view("V8").tolist()
+            self._guarded(tag, epoch, [command(b"HDEL", key, *fields)])
+
+    def _take(self, tag: int, epoch: int) -> None:
+        """Refuse writers of lower epochs. Fenced if there is a higher one."""
+        key, value = self._watermark_key(tag), b"%d" % epoch
+        held = self._call(tag, [command(b"HGET", key, EPOCH)])[0]
+        while held != value:
+            self._check_epoch(tag, epoch, held)
+            if held is None:
+                self._call(tag, [command(b"HSETNX", key, EPOCH, value)])
+            else:
+                call_if(
+                    self._cluster, self._slots[tag], key, EPOCH, held, [command(b"HSET", key, EPOCH, value)],
+                    timeout_s=self._timeout_s,
+                )  # fmt: skip
+            held = self._call(tag, [command(b"HGET", key, EPOCH)])[0]
+
+    def _guarded(self, tag: int, epoch: int, packed: list[Packed]) -> None:
+        """Send commands, if no other writer has a tag by now. Fenced."""
+        replies, held = call_if(
+            self._cluster, self._slots[tag], self._watermark_key(tag), EPOCH, b"%d" % epoch, packed,
+            timeout_s=self._timeout_s,
+        )  # fmt: skip
+        if replies is None:
+            self._check_epoch(tag, epoch, held)
+            raise StorageError(
+                f"{self._model}, version {self.version}, tag {self._tags[tag].decode()}: it lost its epoch"
+            )
+
+    def _check_epoch(self, tag: int, epoch: int, held: bytes | None) -> None:
+        if held is not None and int(held) > epoch:
+            raise Fenced(
+                f"{self._model}, version {self.version}, tag {self._tags[tag].decode()}: epoch {epoch} is over, epoch "
+                f"{int(held)} writes now; this node is not the ingester any more",
+                epoch=int(held),
+            )
+
     # ---- the end of a version
 
     def drop(self, *, pause_s: float = 0.1, check: Callable[[], None] | None = None) -> None:
@@ -234,7 +432,15 @@ class Writer:
         The server frees a hash in the background (UNLINK); `pause_s` between two hashes keeps that from piling up. `check` is called between them and
         may raise. May be called again.
         """
-        self._on_tags(lambda tag: self._call(tag, [command(b"UNLINK", self._watermark_key(tag))]))
+
+        def remove(tag: int) -> None:
+            lines = [watermark_key(self._tags[tag], self._model, self.version, line) for line in range(self.line + 1)]
+            self._call(tag, [command(b"UNLINK", *lines, self._before_key(tag))])
+
+        self._on_tags(remove)
+        self._remove_rows(pause_s, check)
+
+    def _remove_rows(self, pause_s: float, check: Callable[[], None] | None) -> None:
         for table in self._row_bytes:
             for tag in range(len(self._tags)):
                 if check is not None:
@@ -291,7 +497,10 @@ class Writer:
         return out.data
 
     def _watermark_key(self, tag: int) -> bytes:
-        return watermark_key(self._tags[tag], self._model, self.version)
+        return watermark_key(self._tags[tag], self._model, self.version, self.line)
+
+    def _before_key(self, tag: int) -> bytes:
+        return before_key(self._tags[tag], self._model, self.version)
 
     def _rows_key(self, tag: int, table: str) -> bytes:
         return rows_key(self._tags[tag], self._model, self.version, table)
@@ -307,6 +516,36 @@ class _Piece(NamedTuple):
     @property
     def size(self) -> int:
         return len(self.codes) + len(self.rows) + len(self.gone)
+
+
+def _packed_rows(pieces: Sequence[tuple[str, Keys, Rows, npt.NDArray[np.bool_]]]) -> bytes:
+    """Rows of some tables as one value: a line of JSON, then by table the codes, which of them are there, and their rows."""
+    head = json.dumps([[table, len(codes)] for table, codes, _, _ in pieces]).encode()
+    parts = [
+        part
+        for _, codes, rows, found in pieces
+        for part in (np.ascontiguousarray(codes).tobytes(), found.tobytes(), rows[found].tobytes())
+    ]
+    return b"\n".join([head, b"".join(parts)])
+
+
+@_reading
+def _unpacked_rows(value: bytes, row_bytes: Mapping[str, int]) -> list[tuple[str, Keys, Rows, npt.NDArray[np.bool_]]]:
+    """What `_packed_rows` has packed; rows that were not there are zeros."""
+    head, _, content = value.partition(b"\n")
+    pieces, at = [], 0
+    for table, count in json.loads(head):
+        codes = np.frombuffer(content, np.int64, count, at)
+        found = np.frombuffer(content, np.bool_, count, at + 8 * count)
+        rows = np.zeros((count, row_bytes[table]), np.uint8)
+        at += 9 * count
+        there = int(np.count_nonzero(found))
+        rows[found] = np.frombuffer(content, np.uint8, there * rows.shape[1], at).reshape(there, rows.shape[1])
+        at += there * rows.shape[1]
+        pieces.append((str(table), codes, rows, found))
+    if at != len(content):
+        raise ValueError(f"expected {at} bytes of rows, got {len(content)}")
+    return pieces
 
 
 def _chunked(pieces: Iterator[_Piece]) -> Iterator[list[_Piece]]:

@@ -434,13 +434,12 @@ def test_the_data_directory_of_a_machine_of_its_own_is_refused(open_node: OpenNo
         assert local.models() == []
 
 
-@pytest.mark.parametrize("feature", ["label", "deactivate", "export"])
+@pytest.mark.parametrize("feature", ["label", "export"])
 def test_what_a_model_in_a_cluster_does_not_have_is_said(open_node: OpenNode, tmp_path: Path, feature: str) -> None:
     store = open_node()
     store.load_snapshot(scenes.write_snapshot(tmp_path))
     calls: dict[str, Callable[[], object]] = {
         "label": lambda: store.label("ctr", "x", 1),
-        "deactivate": lambda: store.deactivate("ctr"),
         "export": lambda: store.export("ctr", tmp_path / "out"),
     }
     with pytest.raises(tierstore.InvalidInput, match=r"in a cluster|not on this machine"):

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tierstore.config import Settings
@@ -25,14 +25,17 @@ from tierstore.engine.deltas.incoming import DecodedDeltas
 from tierstore.engine.deltas.retention import may_go
 from tierstore.engine.lifecycle.rules import is_to_serve, surplus_of
 from tierstore.engine.model import Model
+from tierstore.engine.placements.cluster.shared_load import SharedLoad
 from tierstore.engine.placements.cluster.shared_model import SharedModel
-from tierstore.engine.placements.cluster.target import CLAIM_S, LOADING, READY, Writers
+from tierstore.engine.placements.cluster.target import LOADING, READY, Writers
+from tierstore.engine.placements.cluster.undo import Undo, changes_of
 from tierstore.engine.placements.following.followed import LogEntry, Pointer
 from tierstore.engine.versions.info import VersionInfo
 from tierstore.errors import DeltaError, Fenced, SequenceGap, StorageError, TierstoreError
 from tierstore.formats.names import dense_file
 from tierstore.threads import Thread
-from tierstore.tiers.remote.write import Change, Writer
+from tierstore.tiers.joining import REPLACED
+from tierstore.tiers.remote.write import Writer
 
 log = logging.getLogger(__name__)
 
@@ -52,11 +55,12 @@ class Ingester:
 
     def __init__(
         self, model: Model, shared: SharedModel, node: str, settings: Settings, open_writer: Writers,
-        decoded: DecodedDeltas
+        decoded: DecodedDeltas, open_load: Callable[[int], SharedLoad],
     ) -> None:  # fmt: skip
         # constant after construction
         self._model, self._shared, self._node, self._settings = model, shared, node, settings
-        self._open_writer, self._decoded = open_writer, decoded
+        self._open_writer, self._decoded, self._open_load = open_writer, decoded, open_load
+        self._undo = Undo(shared, self._writer_for, self._encode)
         self._thread = Thread(target=self._run, name=f"tierstore-ingest-{model.name}", daemon=True)
         self._stopping = threading.Event()
         # written by the thread; others may read
@@ -129,6 +133,9 @@ class Ingester:
             return False
         before = dict(self._reached)
         pointer = self._shared.pointer()
+        if pointer.rollback is not None:
+            self._roll_back(pointer, epoch)
+            return True
         upto = self._seen_by_all(pointer)
         for info in self._model.catalogue.infos():
             if self._stopping.is_set():
@@ -191,8 +198,7 @@ class Ingester:
         number = info.number
         writer = self._writers.get(number)
         if writer is None:
-            row_bytes = {name: spec.row_bytes for name, spec in info.specs.items()}
-            writer = self._open_writer(self._model.name, number, row_bytes, info.tags)
+            writer = self._writer_for(info)
             self._writers[number] = writer
             self._reached[number] = self._lowest_of_tags(number, writer)
             writer.fence(epoch)
@@ -204,16 +210,35 @@ class Ingester:
                 if entry.seq != reached + 1:
                     return  # it is stale: the log does not have what it lacks
                 self._keep_lease()
-                self._apply(writer, info, entry, epoch)
+                if pointer.undone.range_of(entry.seq) is None:
+                    self._apply(writer, info, entry, epoch)
+                else:
+                    writer.apply_delta(epoch, entry.seq, [], entry.digest)
                 reached = self._reached[number] = entry.seq
         if pointer.marks.get(number, -1) < reached and not self._shared.progress(epoch, number, reached, None):
             raise LeaseLost("the lease is another node's")
+
+    def _roll_back(self, pointer: Pointer, epoch: int) -> None:
+        infos = [
+            info for info in self._model.catalogue.infos() if info.base == "remote" and self._is_there(info.number)
+        ]
+        if pointer.current is not None and pointer.current not in {info.number for info in infos}:
+            return  # its record is not here yet
+        self._undo.roll_back(pointer, infos, epoch, self._keep_lease)
+        for number in list(self._writers):
+            self._close_writer(number)  # their lines are not those that count any more
+
+    def _writer_for(self, info: VersionInfo) -> Writer:
+        row_bytes = {name: spec.row_bytes for name, spec in info.specs.items()}
+        return self._open_writer(self._model.name, info.number, row_bytes, info.tags)
 
     def _check_tags(self) -> None:
         """On a node without the lease: notice if tags of served versions are gone."""
         if time.monotonic() - self._cleaned_s < CLEAN_EVERY_S:
             return
         self._cleaned_s, failed = time.monotonic(), dict[int, str]()
+        if self._shared.pointer().rollback is not None:
+            return
         for view in self._model.publisher.served.views:
             info = view.open_version.info
             with self._open_writer(self._model.name, info.number, {}, info.tags) as writer:
@@ -230,14 +255,19 @@ class Ingester:
                 f"version {number} of {self._model.name!r}: {missing} of its {len(states)} tags are gone from the "
                 "cluster: a server has lost its rows; load the snapshot again under a new version"
             )
+        if any(state.applying == REPLACED for state in states if state is not None):
+            raise StorageError(
+                f"version {number} of {self._model.name!r} was being rolled back to a delta, and the cluster has lost "
+                "to which: send the rollback again"
+            )
         return min(state.seq for state in states if state is not None)
 
     def _apply(self, writer: Writer, info: VersionInfo, entry: LogEntry, epoch: int) -> None:
         overlay = self._encode(info, entry)
+        self._undo.keep(writer, info, overlay, epoch)
         for name, head in overlay.heads.items():
             self._shared.put_file(info.number, dense_file(name), head.graph or GONE)
-        changes = [Change(name, rows.keys, rows.rows, rows.deleted) for name, rows in sorted(overlay.tables.items())]
-        writer.apply_delta(epoch, entry.seq, changes, entry.digest)
+        writer.apply_delta(epoch, entry.seq, changes_of(overlay), entry.digest)
 
     def _encode(self, info: VersionInfo, entry: LogEntry) -> Overlay:
         """The delta's rows, encoded as by nodes that serve the version: parts that do not fit it are skipped."""
@@ -275,7 +305,7 @@ class Ingester:
         surplus = surplus_of(ready, pointer.current, used, self._settings.keep_versions, order)
         for number, record in records.items():
             is_old = record["state"] == LOADING and time.time() - record["since_s"] > self._settings.load_retention_s
-            if is_old and self._shared.claim_load(number, self._node, CLAIM_S):
+            if is_old and self._open_load(number).claim(DROPPING):
                 surplus.append(number)
         for number in surplus:
             if self._shared.record(number, records[number], {**records[number], "state": DROPPING}):
@@ -317,5 +347,13 @@ class Ingester:
         ages = ((entry.seq, entry.ms / 1000) for entry in entries)
         upto = may_go(ages, held, loading, entries[0].seq - 1, self._settings.log_kept_s)
         if upto is not None:
+            self._forget_before(entries, upto)
             number, reached = next(iter(self._reached.items()))
             self._shared.progress(epoch, number, reached, upto + 1)
+
+    def _forget_before(self, entries: Sequence[LogEntry], upto: int) -> None:
+        """What deltas have replaced is kept as long as they are in the log."""
+        seqs = [entry.seq for entry in entries if entry.seq <= upto]
+        for number, writer in self._writers.items():
+            writer.forget_before(seqs)
+            self._shared.forget_heads(number, upto)

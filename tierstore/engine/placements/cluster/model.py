@@ -9,7 +9,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from tierstore.config import Settings
@@ -27,14 +27,16 @@ from tierstore.engine.lifecycle.rules import (
 from tierstore.engine.model import Model
 from tierstore.engine.placement import ModelPlacement, Refusals
 from tierstore.engine.placements.cluster.ingester import DROPPING, Ingester
+from tierstore.engine.placements.cluster.shared_load import SharedLoad
 from tierstore.engine.placements.cluster.shared_model import Commands, Recovering, SharedModel, order_text
 from tierstore.engine.placements.cluster.target import READY, ClusterTarget, Writers
 from tierstore.engine.placements.following.followed import Forked, Pointer
-from tierstore.engine.placements.following.follower import Follower
-from tierstore.engine.serving.order import REPLACED, ROLLBACK, WITHDRAWN, ServingOrder
+from tierstore.engine.placements.following.follower import Follower, remote_rows_of
+from tierstore.engine.serving.order import DEACTIVATED, REPLACED, ROLLBACK, WITHDRAWN, ServingOrder
 from tierstore.engine.serving.routing import Routing
 from tierstore.errors import Conflict, DeltaError, NotReady, Overloaded, SequenceGap, StorageError, TooLarge
 from tierstore.formats.delta.reader import Delta, DeltaHead
+from tierstore.tiers.remote.write import Writer
 from tierstore.types import DeltaResult, Progress, ProgressFn, check_share
 
 log = logging.getLogger(__name__)
@@ -48,19 +50,30 @@ class ClusterModel:
     """One model on this node. `new_target`: the target of a load. `decoded`: deltas of all models."""
 
     def __init__(
-        self, model: Model, cluster: Commands, node: str, settings: Settings, writers: Writers, refusals: Refusals,
+        self, model: Model, cluster: Commands, node: str, owner: str, settings: Settings, writers: Writers,
+        refusals: Refusals,
         new_target: Callable[[ClusterModel], ClusterTarget], decoded: DecodedDeltas,
     ) -> None:  # fmt: skip
         self.model, self.shared, self._node, self._decoded = model, SharedModel(cluster, model.name), node, decoded
         self.follower = Follower(model, self.shared, node, decoded.read)
-        self.ingester = Ingester(model, self.shared, node, settings, writers, decoded)
-        self._writers, self._refusals = writers, refusals
+
+        def open_writer(
+            name: str, number: int, row_bytes: dict[str, int], tags: Sequence[bytes], **more: Any
+        ) -> Writer:
+            """For the line that counts."""
+            line = self.shared.pointer().undone.line(number)
+            return writers(name, number, row_bytes, tags, line=line, **more)
+
+        self.open_load = lambda number: SharedLoad(cluster, model.name, number, owner)
+        self.ingester = Ingester(model, self.shared, node, settings, open_writer, decoded, self.open_load)
+        self.open_writer, self._refusals = open_writer, refusals
         self._switching = threading.Lock()
         self.placement = ModelPlacement(
             leads=lambda: self.ingester.epoch is not None, load=lambda: new_target(self), held=self.held,
             apply_delta=self.apply_delta, next_in_run=lambda: None, apply_run=lambda run: 0,
             activate=self.activate, rollback=self.rollback, canary=self.canary,
-            rollback_to=model.switcher.rollback_to, promote=self.promote, withdraw=self.withdraw, drop=self.drop,
+            rollback_to=self.rollback_to, promote=self.promote, withdraw=self.withdraw, deactivate=self.deactivate,
+            drop=self.drop,
             **refusals.verbs(model.name),
         )  # fmt: skip
 
@@ -84,7 +97,12 @@ class ClusterModel:
         """The result for a delta that both the cluster's log and this node have."""
         if self.model.log.digest(head.seq) != head.digest or (self.follower.pointer.seq or 0) < head.seq:
             return None
-        return DeltaResult(self.model.name, head.seq, applied=False)
+        return self._result(head.seq, applied=False)
+
+    def _result(self, seq: int, *, applied: bool) -> DeltaResult:
+        pointer = self.follower.pointer
+        undone = not applied and pointer.undone.range_of(seq) is not None
+        return DeltaResult(self.model.name, seq, applied, send_as=(pointer.seq or 0) + 1 if undone else None)
 
     def apply_delta(self, delta: Delta, data: bytes | memoryview, origin: Origin | None = None) -> DeltaResult:
         """Acknowledge a delta in the cluster's log, and wait until this node serves it. Errors as `Store.apply_delta`.
@@ -92,6 +110,8 @@ class ClusterModel:
         The origin is not kept: every node notes by itself how far it has read.
         """
         pointer = self.shared.pointer()
+        if pointer.deactivated:
+            raise self.model.publisher.served.nothing(self.model.name, " before sending deltas")
         if pointer.seq is not None and delta.seq == pointer.seq + 1:
             self._check(delta)
         applied = self._append(self._decoded.add(delta), data)
@@ -100,7 +120,7 @@ class ClusterModel:
                 f"delta {delta.seq} of {self.model.name!r} is in the cluster's log, and this node does not serve it "
                 f"yet: {self.follower.problem or 'it is behind'}; sending it again does no harm"
             )
-        return DeltaResult(self.model.name, delta.seq, applied=applied)
+        return self._result(delta.seq, applied=applied)
 
     def _append(self, delta: Delta, data: bytes | memoryview) -> bool:
         """Append a delta to the cluster's log, if that has everything that this node has.
@@ -146,7 +166,7 @@ class ClusterModel:
         if pointer.recovering is None or pointer.current is None:
             return True
         info = self.model.catalogue.info(pointer.current)
-        with self._writers(self.model.name, info.number, {}, info.tags) as writer:
+        with self.open_writer(self.model.name, info.number, {}, info.tags) as writer:
             states = [state for state in writer.states() if state is not None]
         reached = min((state.seq for state in states), default=None)
         digests = {state.applying: state.digest for state in states}
@@ -217,6 +237,11 @@ class ClusterModel:
             raise Conflict(f"version {number} of {self.model.name!r} cannot be activated: it is {record['state']}")
         if force and number != pointer.current:
             self._refusals.check("force", model=self.model.name)
+        if number in pointer.undone.outdated:
+            raise Conflict(
+                f"version {number} of {self.model.name!r} holds deltas that were undone, and what they replaced was "
+                "not kept: load its snapshot again, or a newer one"
+            )
         mark = max(record["record"]["manifest"]["delta_seq"], pointer.marks.get(number, 0))
         if pointer.seq is not None and mark < pointer.seq:
             entries = self.shared.read(mark, 1)
@@ -237,6 +262,7 @@ class ClusterModel:
                 raise Conflict(
                     f"model {self.model.name!r} is being switched to version {pointer.wanted}; wait until that is over"
                 )
+            self._check_not_rolling(pointer)
             return {} if pointer.wanted == number else {"wanted": number}
 
         self._change(wanted)
@@ -274,6 +300,7 @@ class ClusterModel:
         order = self._order(pointer).after((pointer.current, pointer.canary), (number, None), left)
         return {
             "current": number, "wanted": None, "canary": None, "share": None, "seq": seq, "left": order_text(order),
+            "deactivated": None,
         }  # fmt: skip
 
     def _order(self, pointer: Pointer) -> ServingOrder:
@@ -299,6 +326,85 @@ class ClusterModel:
         before = served_last(self.model.name, current, there, pointer.order_of(there))
         self._switch(before, force=force, expected_active=current, left=ROLLBACK, progress=progress)
         return before
+
+    def rollback_to(self, seq: int, *, expected_active: int | None, progress: ProgressFn) -> int:
+        """Bring the active version back to its state right after delta `seq`, on every node. Returns its number.
+
+        Errors as `Store.rollback`. The ingester does it (`undo.py`); this waits for that, and for this node.
+        """
+        with self._switching:
+            there = [number for number, record in self.shared.versions().items() if record["state"] == READY]
+            pointer = self.shared.pointer()
+            number = check_active(self.model.name, pointer.current, expected_active, there)
+            lowest, last = self.model.catalogue.info(number).manifest.delta_seq, pointer.seq or 0
+            if not lowest <= seq <= last:
+                raise Conflict(
+                    f"model {self.model.name!r}: expected a seq from {lowest} to {last}, got {seq}; the snapshot of "
+                    f"version {number} holds deltas up to {lowest}, and {last} is the newest one"
+                )
+
+            def wanted(now: Pointer) -> dict[str, float | str | None]:
+                if now.current != number or now.wanted is not None or now.canary is not None:
+                    raise Conflict(
+                        f"model {self.model.name!r} is being switched, or has a canary: a rollback to a delta is of "
+                        "the active version alone; wait for the switch, or withdraw the canary"
+                    )
+                self._check_not_rolling(now, seq)
+                return {} if now.rollback == seq else {"rollback": seq, "refused": None}
+
+            if pointer.rollback is not None or pointer.undone.as_of(seq, last).ranges != pointer.undone.ranges:
+                self._change(wanted)
+                pointer = self._await_rollback(seq, progress)
+            self._await_this(
+                lambda served: (
+                    served.active is not None
+                    and remote_rows_of(served.active.open_version).line == pointer.line
+                    and self.model.log.undone.rollbacks == pointer.undone.rollbacks
+                ),
+                f"version {number} is as of delta {seq}",
+            )
+            return number
+
+    def _await_rollback(self, seq: int, progress: ProgressFn) -> Pointer:
+        until_s = time.monotonic() + PREPARE_S
+        while (pointer := self.shared.pointer()).rollback is not None:
+            progress(Progress("roll back", 0, 1))
+            if time.monotonic() > until_s:
+                raise NotReady(
+                    f"model {self.model.name!r} is not rolled back to delta {seq} yet: "
+                    f"{self.ingester.problem or 'the node with the lease is behind'}; it goes on by itself"
+                )
+            time.sleep(_PAUSE_S)
+        if pointer.refused:
+            raise Conflict(pointer.refused)
+        return pointer
+
+    def _check_not_rolling(self, pointer: Pointer, to: int | None = None) -> None:
+        if pointer.rollback not in (None, to):
+            raise Conflict(
+                f"model {self.model.name!r} is being rolled back to delta {pointer.rollback}; wait until that is over"
+            )
+
+    def deactivate(self) -> None:
+        """Stop serving the model, also its canary, on every node; its versions are kept."""
+        with self._switching:
+
+            def nothing(pointer: Pointer) -> dict[str, float | str | None]:
+                self._check_not_rolling(pointer)
+                if pointer.wanted is not None:
+                    raise Conflict(
+                        f"model {self.model.name!r} is being switched to version {pointer.wanted}; wait until that is "
+                        "over"
+                    )
+                if pointer.current is None:
+                    return {}
+                order = self._order(pointer).after((pointer.current, pointer.canary), (None, None), DEACTIVATED)
+                return {
+                    "current": None, "canary": None, "share": None, "left": order_text(order), "deactivated": 1,
+                }  # fmt: skip
+
+            self._change(nothing)
+            self._await_this(lambda served: not served.views, "it serves nothing")
 
     def drop(self, number: int) -> None:
         """Remove a version from the cluster, slowly. Conflict for one that is current or wanted."""
@@ -386,4 +492,5 @@ class ClusterModel:
             "watermarks": {str(number): mark for number, mark in sorted(pointer.marks.items())},
             "ingester": self.ingester.epoch is not None,
             "epoch": self.ingester.epoch,
+            "rolling_back_to": pointer.rollback,
         }

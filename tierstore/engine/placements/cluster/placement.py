@@ -22,8 +22,8 @@ from tierstore.engine.model import Model
 from tierstore.engine.operations.together import Models
 from tierstore.engine.placement import ModelPlacement, Refusals
 from tierstore.engine.placements.cluster.model import ClusterModel
-from tierstore.engine.placements.cluster.shared_model import model_names
-from tierstore.engine.placements.cluster.target import ClusterTarget
+from tierstore.engine.placements.cluster.shared_model import line_text, model_names
+from tierstore.engine.placements.cluster.target import ClusterTarget, owner_of
 from tierstore.engine.placements.following.models import FollowedModels
 from tierstore.engine.placements.following.rows import PLACES_S, RemoteRows
 from tierstore.engine.placements.refusals import refusals_of
@@ -57,6 +57,7 @@ class ClusterPlacement:
         self.refusals, self.log_retention_s = Refusals(refusals_of("cluster")), settings.log_kept_s
         self._share, self._decoded = lambda: shared.throttle.share, DecodedDeltas()
         self.node = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
+        self._owner = owner_of(models.root.lock, self.node)
         self.cluster = connect(urls, Options(timeout_s=settings.remote_timeout_s))
         self.followed = FollowedModels(shared, models, self._member, self._look, LOOK_EVERY_S, "tierstore-cluster")
         # written by the thread that looks for models; others may read
@@ -67,8 +68,8 @@ class ClusterPlacement:
 
     def _member(self, model: Model) -> ClusterModel:
         return ClusterModel(
-            model, self.cluster, self.node, self._settings, self.open_writer, self.refusals, self._new_target,
-            self._decoded,
+            model, self.cluster, self.node, self._owner, self._settings, self.open_writer, self.refusals,
+            self._new_target, self._decoded,
         )  # fmt: skip
 
     def start(self) -> None:
@@ -152,17 +153,22 @@ class ClusterPlacement:
         def tags() -> list[bytes]:
             return self.cluster.tags(self._settings.remote_tags)
 
-        return ClusterTarget(member.shared, self.node, self._settings, tags, self.open_writer, self._share, activate)
+        return ClusterTarget(
+            member.shared, member.open_load, self._settings, tags, member.open_writer, self._share, activate
+        )  # fmt: skip
 
     def open_rows(self, name: str, info: VersionInfo) -> RemoteRows:
+        line = self.followed.existing(name).follower.pointer.undone.line(info.number)
         tables = {
-            info.tables[table]["id"]: RemoteTable(self.cluster, name, info.number, table, info.tags, spec.row_bytes)
+            info.tables[table]["id"]: RemoteTable(
+                self.cluster, name, info.number, table, info.tags, spec.row_bytes, line
+            )
             for table, spec in info.specs.items()
         }
         rows = RemoteRows(
             f"version {info.number} of {name!r}", tables, info.watermark, self._settings.remote_on_failure,
-            cache=self.followed.ssd_cache, find_places=lambda table, codes, seq: self._places(rows, info, table, codes,
-            seq),
+            line=line_text(line), cache=self.followed.ssd_cache,
+            find_places=lambda table, codes, seq: self._places(rows, info, table, codes, seq),
         )  # fmt: skip
         for table, spec in info.specs.items():
             rows.keep(info.tables[table]["id"], info.tables[table]["rows"], spec.row_bytes)
@@ -182,8 +188,11 @@ class ClusterPlacement:
                 place.error = str(error)
         return places
 
-    def open_writer(self, name: str, number: int, row_bytes: dict[str, int], tags: Sequence[bytes]) -> Writer:
-        return Writer(self.cluster, name, number, row_bytes, tags)
+    def open_writer(
+        self, name: str, number: int, row_bytes: dict[str, int], tags: Sequence[bytes], *, line: int = 0,
+        load: str = "", is_on: Callable[[], bool] = lambda: False,
+    ) -> Writer:  # fmt: skip
+        return Writer(self.cluster, name, number, row_bytes, tags, line=line, load=load, is_on=is_on)
 
     def add_status(self, document: dict[str, Any]) -> dict[str, Any]:
         return self.followed.add_status(document, "remote", self.status())

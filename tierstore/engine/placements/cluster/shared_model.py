@@ -17,6 +17,7 @@ from tierstore.engine.placements.cluster import scripts
 from tierstore.engine.placements.following.followed import Forked, LogEntry, Pointer
 from tierstore.engine.placements.following.version_copies import READY
 from tierstore.engine.serving.order import ServingOrder
+from tierstore.engine.serving.undone import Undone
 from tierstore.errors import Conflict, NotFound, NotReady, Overloaded, SequenceGap
 from tierstore.tiers.answers import reading
 
@@ -77,6 +78,8 @@ class SharedModel:
             canary=number("canary"), share=share, digest=_digest_of(fields),
             server=fields.get("server", b"").decode(), recovering=fields.get("recovering", b"").decode() or None,
             order=ServingOrder.parse(json.loads(fields["left"])) if fields.get("left") else None,
+            **_rollbacks_of(fields, number("current")), rollback=number("rollback"),
+            refused=fields.get("refused", b"").decode(), deactivated=bool(fields.get("deactivated")),
         )  # fmt: skip
 
     def change(self, before: Pointer, **changes: float | str | None) -> bool:
@@ -95,12 +98,17 @@ class SharedModel:
         raise Conflict(f"model {self.name!r}: others change it all the time; try again")
 
     def forget_order(self, number: int) -> None:
-        """Take a number out of the order of serving: what is loaded under it now has not served."""
-        self.update(
-            lambda p: (
-                {} if p.order is None or number not in p.order else {"left": order_text(p.order.without([number]))}
-            )
-        )
+        """Take a number out of the order of serving and of what rollbacks left: what is loaded under it now is new."""
+
+        def without(pointer: Pointer) -> dict[str, str]:
+            changes = {}
+            if pointer.order is not None and number in pointer.order:
+                changes["left"] = order_text(pointer.order.without([number]))
+            if number in pointer.undone.outdated:
+                changes["undone"] = json.dumps(pointer.undone.without([number]).document())
+            return changes
+
+        self.update(without)
 
     # --- versions
 
@@ -147,7 +155,7 @@ class SharedModel:
     def _is_nothing(self) -> bool:
         return not self.versions() and self.pointer().seq is None
 
-    # --- side files and the state of a load
+    # --- side files
 
     def put_file(self, number: int, name: str, data: bytes) -> None:
         self._cluster.call("HSET", f"{self._base}files:{number}", name, data)
@@ -164,36 +172,30 @@ class SharedModel:
             raise Conflict(f"version {number} of {self.name!r} was loaded anew: its files are not those of its record")
         return found
 
-    @_reading
-    def checkpoints(self, number: int) -> dict[str, int]:
-        """How many rows of each built file are in the cluster, by the file's digest."""
-        return {
-            name: _natural(rows) for name, rows in _pairs(self._cluster.call("HGETALL", self._load_key(number))).items()
-        }
-
-    def checkpoint(self, number: int, file: str, rows: int) -> None:
-        self._cluster.call("HSET", self._load_key(number), file, rows)
-
-    def claim_load(self, number: int, owner: str, ttl_s: float) -> bool:
-        """Whether `owner` is the one that loads a version now; call it again before `ttl_s` is over."""
-        key = f"{self._base}loader:{number}"
-        if self._cluster.call("SET", key, owner, "NX", "PX", int(ttl_s * 1000)):
-            return True
-        if self._cluster.call("GET", key) != owner.encode():
-            return False
-        self._cluster.call("PEXPIRE", key, int(ttl_s * 1000))
-        return True
-
-    def end_load(self, number: int) -> None:
-        self._cluster.call("UNLINK", self._load_key(number), f"{self._base}loader:{number}")
-
     def remove_files(self, number: int) -> None:
         """Remove the keys of a version under the model's own tag."""
-        self._cluster.call("UNLINK", f"{self._base}files:{number}", self._load_key(number))
+        names = (f"{self._base}{what}:{number}" for what in ("files", "load", "heads"))
+        self._cluster.call("UNLINK", *names)
         self._cluster.call("HDEL", self._current, f"mark:{number}")
 
-    def _load_key(self, number: int) -> str:
-        return f"{self._base}load:{number}"
+    def keep_heads(self, number: int, seq: int, before: Mapping[str, bytes]) -> None:
+        """Keep the dense parts, by head, that a delta replaces; what was kept before is left alone."""
+        for name, graph in before.items():
+            self._cluster.call("HSETNX", f"{self._base}heads:{number}", f"{seq} {name}", graph)
+
+    @_reading
+    def kept_heads(self, number: int, seq: int) -> dict[str, bytes]:
+        """What `keep_heads` has kept."""
+        there, begin = self._cluster.call("HKEYS", f"{self._base}heads:{number}"), f"{seq} "
+        names = [name for name in (field.decode() for field in there) if name.startswith(begin)]
+        graphs = self._cluster.call("HMGET", f"{self._base}heads:{number}", *names) if names else []
+        return {name.removeprefix(begin): graph or b"" for name, graph in zip(names, graphs, strict=True)}
+
+    def forget_heads(self, number: int, upto: int) -> None:
+        """Deltas up to `upto` are not rolled back any more."""
+        fields = self._cluster.call("HKEYS", f"{self._base}heads:{number}")
+        if old := [field for field in fields if int(field.split(b" ")[0]) <= upto]:
+            self._cluster.call("HDEL", f"{self._base}heads:{number}", *old)
 
     # --- the log
 
@@ -346,6 +348,17 @@ def _digest_of(fields: Mapping[str, bytes]) -> str | None:
     """The digest of the newest delta; None if the stored one is of another delta."""
     seq, _, digest = fields.get("digest", b"").partition(b" ")
     return digest.decode() or None if seq == fields.get("seq") else None
+
+
+def _rollbacks_of(fields: Mapping[str, bytes], current: int | None) -> dict[str, Any]:
+    """The pointer's `undone`, and the line of the current version."""
+    undone = Undone.parse(json.loads(fields["undone"])) if fields.get("undone") else Undone()
+    return {"undone": undone, "line": line_text(undone.line(current or 0))}
+
+
+def line_text(line: int) -> str:
+    """The line of a version's rows as a pointer has it."""
+    return str(line) if line else ""
 
 
 def _text(record: Mapping[str, Any] | None) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from tierstore.engine.serving.order import ServingOrder
+from tierstore.engine.serving.undone import Undone
 from tierstore.errors import Conflict
 
 
@@ -19,7 +20,9 @@ class Pointer:
     newest delta of the log. `marks`: by version, the seq that all of its rows have reached. `line` is of the current
     version: it changes if its rows are replaced without a delta. `digest` is that of the delta `seq`, None if unknown.
     `server` changes if another server has the pointer, which may lack acknowledged deltas; the model is `recovering`
-    then until all nodes have put back what they have.
+    then until all nodes have put back what they have. `undone`: the deltas that rollbacks have undone, and the lines of
+    versions. `rollback`: the delta to which the model is being rolled back; `refused`: why the last one was impossible.
+    `deactivated`: nothing is to serve, and that is known.
     """
 
     generation: int = 0
@@ -34,6 +37,10 @@ class Pointer:
     server: str = ""
     recovering: str | None = None
     order: ServingOrder | None = None
+    undone: Undone = field(default_factory=Undone)
+    rollback: int | None = None
+    refused: str = ""
+    deactivated: bool = False
 
     def order_of(self, versions: Iterable[int]) -> ServingOrder:
         """The order in which versions served, out of `versions` by their number where it is not known."""

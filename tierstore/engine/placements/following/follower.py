@@ -24,6 +24,7 @@ from tierstore.engine.placements.following.followed import Followed, Forked, Log
 from tierstore.engine.placements.following.rows import RemoteRows
 from tierstore.engine.placements.following.version_copies import VersionCopies
 from tierstore.engine.serving.routing import Routing
+from tierstore.engine.serving.undone import Undone
 from tierstore.engine.versions.version import Version
 from tierstore.errors import Closed, Conflict, Overloaded, StorageError, TierstoreError, TooLarge
 from tierstore.formats.delta.reader import Delta
@@ -202,8 +203,11 @@ class Follower:
         else:
             self.model.switcher.follow_canary(pointer.current, pointer.canary, pointer.share)
             self._check_line(pointer)
+            if pointer.deactivated and self.model.active_version is not None:
+                self.model.switcher.deactivate()
             if not waits:
                 self._follow(pointer)
+        self._note_undone(pointer)
         if not waits:
             self._seen = seen  # only now: a failure is tried again
         self._beat()
@@ -218,7 +222,9 @@ class Follower:
         for number, mark in pointer.marks.items():
             info, version = catalogue.get(number), served.get(number)
             if version is not None:
-                if (rows := _rows_of(version)).reached < mark:
+                if number == pointer.current and self._is_replaced(pointer):
+                    continue  # the mark is of rows that it does not read
+                if (rows := remote_rows_of(version)).reached < mark:
                     rows.reached = mark
                     with publisher.changed:
                         publisher.changed.notify_all()  # the fold thread waits for it
@@ -269,8 +275,8 @@ class Follower:
     def _apply(self, pointer: Pointer) -> None:
         local = self.model.state.log
         while pointer.seq is not None and local.last is not None and local.last < pointer.seq and not self._stopping:
-            if self.model.active_version is None:
-                return
+            if self.model.active_version is None or self._is_replaced(pointer):
+                return  # it is opened anew first
             entries = self.shared.read(local.last, BATCH)
             if not entries or entries[0].seq != local.last + 1:
                 if pointer.current == self.model.active_version:
@@ -320,11 +326,25 @@ class Follower:
 
     def _check_line(self, pointer: Pointer) -> None:
         """Open the served version anew if its rows were replaced."""
+        if self._is_replaced(pointer):
+            self._begin_again(pointer, f"version {pointer.current} was rolled back, or built again")
+
+    def _is_replaced(self, pointer: Pointer) -> bool:
+        """Whether the rows of the served version were replaced by those of another line."""
         view = self.model.publisher.current
-        if view is None or view.version != pointer.current:
-            return
-        if _rows_of(view.open_version).line != pointer.line:
-            self._begin_again(pointer, f"version {view.version} was built again")
+        return (
+            view is not None
+            and view.version == pointer.current
+            and remote_rows_of(view.open_version).line != pointer.line
+        )
+
+    def _note_undone(self, pointer: Pointer) -> None:
+        """Keep which deltas are undone with this node's copies, for the status and for explanations."""
+        state = self.model.state
+        rollbacks = pointer.undone.rollbacks
+        if state.log.undone.rollbacks != rollbacks:
+            with state.live.write:
+                state.publish(replace(state.record.document, undone=Undone(rollbacks)))
 
     def _begin_again(self, pointer: Pointer, why: str) -> None:
         """Begin again, because nothing in memory can be trusted."""
@@ -347,7 +367,7 @@ class Follower:
         for view in self.model.publisher.served.views:
             if view.version == number:
                 with view.open_version.writing:  # after a fold that has begun
-                    frozen.append(_rows_of(view.open_version))
+                    frozen.append(remote_rows_of(view.open_version))
                     frozen[-1].frozen = True
         try:
             yield
@@ -371,7 +391,7 @@ class Follower:
             info = None if number is None else self.model.catalogue.get(number)
             if number is None or number in served.versions or info is None or self._failed_before(number, pointer):
                 continue
-            if local.start is None:
+            if local.start is None or not served.views:  # deltas that came since it was deactivated are not in it
                 self._begin(replace(pointer, current=number))
             if self._mark(pointer, number) < (local.start or 0):
                 continue  # it is caught up first
@@ -492,6 +512,6 @@ class Follower:
         return self.model.state.log.last if lowest is None else lowest
 
 
-def _rows_of(version: Version) -> RemoteRows:
+def remote_rows_of(version: Version) -> RemoteRows:
     assert isinstance(version.rows, RemoteRows)  # its placement has opened it
     return version.rows

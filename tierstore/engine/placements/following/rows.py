@@ -24,7 +24,7 @@ from tierstore.engine.versions.rows import Beneath, FindPlaces, Place
 from tierstore.errors import Closed, Overloaded, StorageError
 from tierstore.formats import files
 from tierstore.tiers.base import Peek
-from tierstore.tiers.joining import Watermarks
+from tierstore.tiers.joining import REPLACED, Watermarks
 from tierstore.tiers.ssd.cache import SsdCache
 from tierstore.tiers.ssd.table import SsdTable
 from tierstore.types import Keys, Rows, States, Tier
@@ -154,6 +154,11 @@ class RemoteRows:
                 f"{self._name}: {self._where} has deltas up to {marks.lowest}, and had them up to {trusted}: a server "
                 "has lost what it acknowledged; they are applied again from the log if that has them",
                 keys=keys.tolist(),
+            )
+        if marks.highest == REPLACED:
+            state[:] = Tier.PENDING
+            raise Overloaded(
+                f"{self._name}: it is being rolled back, and this node follows; send it again", retry_after_s=RETRY_S
             )
         if seq is not None and marks.highest > seq:
             state[:] = Tier.PENDING

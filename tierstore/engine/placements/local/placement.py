@@ -72,8 +72,9 @@ class LocalPlacement:
             raise unknown_model(name, self._models.names())
         switcher, routes = model.switcher, model.routes
         return ModelPlacement(
-            leads=lambda: True, load=lambda: LocalTarget(model, self._base), held=model.deltas.held,
-            apply_delta=model.apply_delta, next_in_run=model.deltas.next_in_run, apply_run=model.apply_run,
+            leads=lambda: True, load=lambda: LocalTarget(model, self._base, self._shared.settings.own),
+            held=model.deltas.held, apply_delta=model.apply_delta,
+            next_in_run=model.deltas.next_in_run, apply_run=model.apply_run,
             activate=switcher.activate, rollback=switcher.rollback,
             rollback_to=switcher.rollback_to, canary=switcher.canary, promote=switcher.promote,
             withdraw=routes.withdraw,

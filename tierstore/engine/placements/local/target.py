@@ -9,14 +9,14 @@ from __future__ import annotations
 from typing import Any
 
 from tierstore.engine.model import Model
+from tierstore.engine.placement import Building
 from tierstore.engine.versions.info import first_records, make_record
 from tierstore.formats import files
 from tierstore.formats.names import VersionDirectory
 from tierstore.formats.snapshot.manifest import Manifest
 from tierstore.formats.snapshot.reader import Snapshot
-from tierstore.ingest.bulkload import BulkLoad
 from tierstore.ingest.results import BaseBuild
-from tierstore.types import BaseKind, ProgressFn
+from tierstore.types import BaseKind, Partitions, ProgressFn
 
 
 class LocalTarget:
@@ -24,26 +24,27 @@ class LocalTarget:
 
     keep_times = True
 
-    def __init__(self, model: Model, base: BaseKind) -> None:
-        self._model, self.base = model, base
+    def __init__(self, model: Model, base: BaseKind, own: Partitions | None) -> None:
+        self._model, self.base, self._own = model, base, own
 
     def claim(self, snapshot: Snapshot, identity: str) -> None:
         """Nothing: the directory is claimed by every load."""
 
-    def place(
-        self, bulk: BulkLoad, build: BaseBuild, where: VersionDirectory, snapshot: Snapshot, progress: ProgressFn
-    ) -> None:
-        """Move the files in, and read everything back."""
-        bulk.ingest(build, where.db, first_records(where, snapshot.manifest, build))
-        bulk.read_back(where.db)
+    def place(self, build: Building, where: VersionDirectory, snapshot: Snapshot, progress: ProgressFn) -> BaseBuild:
+        """Build the files, move them in, and read everything back."""
+        with build(snapshot, self._own, progress=progress) as (bulk, built):
+            bulk.ingest(built, where.db, first_records(where, snapshot.manifest, built))
+            bulk.read_back(where.db)
+        return built
 
     def record(self, where: VersionDirectory, build: BaseBuild, manifest: Manifest) -> dict[str, Any]:
         return make_record(where, manifest, build)
 
-    def publish(self, where: VersionDirectory, number: int, record: dict[str, Any]) -> None:
+    def publish(self, where: VersionDirectory, number: int, record: dict[str, Any]) -> bool:
         files.publish_record(where.record, record)
+        return True
 
-    def abandon(self, number: int) -> None:
+    def abandon(self, number: int, error: BaseException) -> None:
         """Nothing: the claim's end removes the directory."""
 
     def activate(self, number: int, progress: ProgressFn) -> None:

@@ -1,0 +1,287 @@
+"""Rollbacks to a delta, and deactivation, over a real cluster: every node follows, and deltas go on."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tierstore
+from tests.engine import scenes
+from tests.engine.placements.cluster.scenes import OpenNode, check, has_version, member
+from tierstore.engine.placements.cluster import ingester
+from tierstore.engine.placements.cluster.undo import Undo
+from tierstore.engine.store import Store
+from tierstore.errors import Conflict
+from tierstore.tiers.remote.write import Writer
+
+pytestmark = pytest.mark.usefixtures("quick_loads")
+
+ITEMS = 1000
+
+
+class Expected:
+    """The rows of table item that the deltas sent so far leave, by the promise alone: the states are kept."""
+
+    def __init__(self) -> None:
+        self.states: list[dict[int, int | None]] = [dict.fromkeys(range(ITEMS), 0)]
+
+    def delta(self, seq: int, keys: range, gone: range = range(0)) -> bytes:
+        state = self.states[-1] | dict.fromkeys(keys, seq) | dict.fromkeys(gone, None)
+        self.states.append(state)
+        rows = {"item": (keys, scenes.vectors("item", seq, keys))}
+        return scenes.delta(seq, rows, {"item": gone} if gone else None)
+
+    def rolled_back(self, to: int) -> None:
+        self.states[-1] = self.states[to]
+
+    def check(self, store: Store) -> None:
+        state = self.states[-1]
+        keys = np.arange(ITEMS + 100)
+        rows, found = store.model("ctr").lookup("item_id", keys, return_found=True)
+        there = np.array([state.get(int(key)) is not None for key in keys])
+        np.testing.assert_array_equal(found, there)
+        wanted = [scenes.vector("item", state[int(key)] or 0, int(key)) for key in keys[there]]
+        np.testing.assert_array_equal(rows[there], np.array(wanted))
+
+
+def folded(*stores: Store) -> None:
+    for store in stores:
+        scenes.eventually(
+            lambda store=store: store.status()["models"]["ctr"]["overlays"] == 0, "its deltas are in the rows", 60
+        )
+
+
+def served(store: Store, number: int = 1) -> None:
+    scenes.eventually(lambda: "ctr" in store.models() and has_version(store, number), "it serves", 60)
+
+
+def follows(store: Store, like: Store) -> None:
+    ranges = like.status()["models"]["ctr"]["undone"]
+    scenes.eventually(lambda: store.status()["models"]["ctr"]["undone"] == ranges, "it is rolled back too", 60)
+
+
+@pytest.mark.parametrize("in_rows", [True, False])
+def test_deltas_are_undone_on_every_node_and_the_next_ones_are_applied(
+    open_node: OpenNode, tmp_path: Path, in_rows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b, expected = open_node("a"), open_node("b"), Expected()
+    a.load_snapshot(scenes.write_snapshot(tmp_path))
+    served(b)
+    a.apply_delta(expected.delta(1, range(50), range(900, 950)))
+    folded(a, b)
+    if not in_rows:
+        monkeypatch.setattr(ingester.Ingester, "_apply", _never)
+    a.apply_delta(expected.delta(2, range(25, 300), range(10)))
+    b.apply_delta(expected.delta(3, range(5, 8), range(100, 200)))
+    fourth = expected.delta(4, range(1000, 1050), range(300, 400))
+    a.apply_delta(fourth)
+    if in_rows:
+        folded(a, b)
+    expected.check(a)
+    monkeypatch.undo()
+    assert b.rollback("ctr", to_seq=1) == 1
+    expected.rolled_back(1)
+    expected.check(b)
+    follows(a, b)
+    expected.check(a)
+    assert a.status()["models"]["ctr"]["undone"] == [[2, 4]]
+    again = a.apply_delta(fourth)
+    assert (again.applied, again.send_as) == (False, 5)
+    with pytest.raises(Conflict, match="held with other content"):
+        a.apply_delta(scenes.stamped(4, {"item": range(3)}))
+    assert a.apply_delta(expected.delta(5, range(20, 40))).applied
+    for store in (a, b):
+        scenes.eventually(lambda store=store: store.status()["models"]["ctr"]["watermark"] == 5, "it has delta 5", 60)
+        expected.check(store)
+    folded(a, b)
+    expected.check(a)
+    a.close()
+    b.close()
+    expected.check(open_node("c"))
+
+
+def _never(*_: Any) -> None:
+    raise tierstore.errors.StorageError("the rows cannot be written")
+
+
+def test_a_rollback_that_went_too_far_is_taken_back(open_node: OpenNode, tmp_path: Path) -> None:
+    store, expected = open_node(), Expected()
+    store.load_snapshot(scenes.write_snapshot(tmp_path))
+    for seq in range(1, 6):
+        store.apply_delta(expected.delta(seq, range(seq * 10, seq * 10 + 100), range(seq * 100, seq * 100 + 9)))
+    folded(store)
+    store.rollback("ctr", to_seq=2)
+    expected.rolled_back(2)
+    store.apply_delta(expected.delta(6, range(15, 60)))
+    expected.check(store)
+    store.rollback("ctr", to_seq=4)  # as it was then: with 3 and 4, without 5 and 6
+    expected.rolled_back(4)
+    expected.check(store)
+    assert store.rollback("ctr", to_seq=4) == 1, "sent again"
+    store.rollback("ctr", to_seq=6)
+    expected.states[-1] = expected.states[2] | dict.fromkeys(range(15, 60), 6)
+    expected.check(store)
+    assert store.status()["models"]["ctr"]["undone"] == [[3, 5]]
+    store.rollback("ctr", to_seq=0)
+    expected.rolled_back(0)
+    expected.check(store)
+    expected.check(open_node("b"))
+
+
+def test_a_version_that_is_loaded_later_and_one_that_is_kept_are_without_undone_deltas(
+    open_node: OpenNode, tmp_path: Path
+) -> None:
+    store, expected = open_node(keep_versions=2), Expected()
+    for version in (1, 2):
+        store.load_snapshot(scenes.write_snapshot(tmp_path, version))
+    for seq in range(1, 4):
+        store.apply_delta(expected.delta(seq, range(seq * 10, seq * 10 + 100)))
+    folded(store)
+    store.rollback("ctr", to_seq=1)
+    expected.rolled_back(1)
+    store.apply_delta(expected.delta(4, range(700, 800)))
+    folded(store)
+    store.load_snapshot(scenes.write_snapshot(tmp_path, 3))
+    expected.check(store)
+    store.activate("ctr", 1)
+    expected.check(store)
+    store.drop("ctr", 2)
+    scenes.eventually(lambda: 2 not in member(store).shared.versions(), "it is gone", 60)
+    store.load_snapshot(scenes.write_snapshot(tmp_path / "again", 2))
+    expected.check(store)
+
+
+def test_a_rollback_goes_on_when_the_node_that_does_it_ends(
+    open_node: OpenNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b, expected = open_node("a"), open_node("b"), Expected()
+    a.load_snapshot(scenes.write_snapshot(tmp_path))
+    served(b)
+    for seq in range(1, 4):
+        a.apply_delta(expected.delta(seq, range(seq * 10, seq * 10 + 400)))
+    folded(a, b)
+    leads = next(store for store in (a, b) if member(store).ingester.epoch is not None)
+    other = b if leads is a else a
+    put_before, stuck, go_on = Writer.put_before, threading.Event(), threading.Event()
+
+    def put(self: Writer, epoch: int, seq: int) -> None:
+        put_before(self, epoch, seq)
+        if not stuck.is_set():
+            stuck.set()
+            assert go_on.wait(60)
+
+    monkeypatch.setattr(Writer, "put_before", put)
+    with ThreadPoolExecutor(1) as threads:
+        rollback = threads.submit(other.rollback, "ctr", to_seq=1)
+        assert stuck.wait(60)
+        with pytest.raises(tierstore.Overloaded, match="being rolled back"):
+            other.model("ctr").lookup("user_id", np.arange(500))
+        with pytest.raises(Conflict, match="is being rolled back to delta 1"):
+            leads.rollback("ctr", to_seq=2)
+        late = other.apply_delta(expected.delta(4, range(700)))  # acknowledged before the rollback ends
+        assert late.applied
+        scenes.eventually(lambda: member(other).ingester.epoch is not None, "the other node has the lease", 60)
+        assert rollback.result(60) == 1
+        go_on.set()  # the first one wakes up, and is fenced
+    undone = other.status()["models"]["ctr"]["undone"]
+    assert undone == [[2, 4]]
+    expected.rolled_back(1)
+    for store in (a, b):
+        follows(store, other)
+        expected.check(store)
+        check(store, "user", range(500), 0)
+
+
+def test_what_a_delta_replaced_is_kept_as_long_as_the_log_keeps_it(
+    open_node: OpenNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ingester, "CLEAN_EVERY_S", 0.05)
+    store, expected = open_node(log_retention_s=0.0), Expected()
+    store.load_snapshot(scenes.write_snapshot(tmp_path))
+    for seq in (1, 2):
+        store.apply_delta(expected.delta(seq, range(seq * 100)))
+    shared = member(store).shared
+    scenes.eventually(lambda: not shared.read(0, 9), "the log is cut off", 60)
+    with pytest.raises(Conflict, match=r"what delta 2 replaced is not kept any more.*log_retention_s"):
+        store.rollback("ctr", to_seq=1)
+    expected.check(store)
+    tag = shared.versions()[1]["tags"][0]
+    assert shared._cluster.call("HLEN", f"ts:{{{tag}}}:ctr:1::before") == 0
+    store.apply_delta(expected.delta(3, range(7)))
+    expected.check(store)
+
+
+def test_a_dense_part_that_a_delta_brought_goes_with_it(open_node: OpenNode, tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    from tests.predict import onnx_models
+
+    def graph(weight: float) -> bytes:
+        return onnx_models.linear({"user_id": np.full(scenes.DIM["user"], weight, np.float32)})
+
+    a, b = open_node("a"), open_node("b")
+    a.load_snapshot(scenes.write_snapshot(tmp_path, dense=graph(1.0), stamp=1))
+    served(b)
+
+    def score(store: Store) -> float:
+        return float(np.ravel(store.model("ctr").predict({"user_id": [3]}))[0])
+
+    before = score(a)
+    a.apply_delta(scenes.delta(1, dense=graph(3.0)))
+    folded(a, b)
+    assert score(a) == score(b) == 3 * before
+    a.rollback("ctr", to_seq=0)
+    follows(b, a)
+    assert score(a) == score(b) == before
+    a.close()
+    b.close()
+    assert score(open_node("c")) == before
+
+
+def test_a_model_is_deactivated_on_every_node_and_activated_again(open_node: OpenNode, tmp_path: Path) -> None:
+    a, b, expected = open_node("a"), open_node("b"), Expected()
+    a.load_snapshot(scenes.write_snapshot(tmp_path))
+    served(b)
+    a.apply_delta(expected.delta(1, range(30)))
+    b.deactivate("ctr")
+    for store in (a, b):
+        scenes.eventually(lambda store=store: store.model("ctr").active_version is None, "it does not serve", 60)
+        with pytest.raises(tierstore.NotReady, match="has no active version"):
+            store.model("ctr").lookup("item_id", [1])
+        with pytest.raises(tierstore.NotReady, match="before sending deltas"):
+            store.apply_delta(scenes.stamped(2, {"item": range(5)}))
+    b.deactivate("ctr")
+    a.close()
+    again = open_node("c")
+    assert again.model("ctr").active_version is None
+    again.activate("ctr", 1)
+    served(b)
+    for store in (again, b):
+        expected.check(store)
+    assert b.apply_delta(expected.delta(2, range(5, 60))).applied
+    expected.check(b)
+
+
+def test_what_is_under_way_refuses_a_rollback_to_a_delta(
+    open_node: OpenNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_node(keep_versions=2)
+    for version in (1, 2):
+        store.load_snapshot(scenes.write_snapshot(tmp_path, version))
+    store.apply_delta(scenes.stamped(1, {"item": range(5)}))
+    for seq in (2, 9):
+        with pytest.raises(Conflict, match="expected a seq from 0 to 1"):
+            store.rollback("ctr", to_seq=seq)
+    store.canary("ctr", 1, 0.5)
+    with pytest.raises(Conflict, match="withdraw the canary"):
+        store.rollback("ctr", to_seq=0)
+    store.withdraw("ctr")
+    monkeypatch.setattr(Undo, "roll_back", lambda *_: None)
+    member(store).shared.update(lambda _: {"rollback": 0})
+    for refused in (lambda: store.activate("ctr", 1), lambda: store.deactivate("ctr")):
+        with pytest.raises(Conflict, match="is being rolled back to delta 0"):
+            refused()

@@ -1,0 +1,158 @@
+"""A rollback to a delta in a cluster: rows are put back in place, and each version goes on under another line.
+
+Before the ingester changes rows for a delta it keeps those that the delta replaces, under the same tag. A rollback
+takes the newest deltas off, one after another, by what they replaced, and applies again those of an earlier rollback
+that are undone no more. Meanwhile nobody reads the rows: the line's watermarks say that it was replaced, so reads are
+refused, and those of the next line are not there. Once all rows are right the pointer says in one step that the next
+line counts and which deltas are undone; every node then opens the version anew, with empty caches.
+
+For the thread of the ingester. After a crash the next one begins again: each step may be done twice.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tierstore.engine.data.dense_head import GONE
+from tierstore.engine.data.overlay import Overlay
+from tierstore.engine.placements.cluster.shared_model import SharedModel
+from tierstore.engine.placements.following.followed import LogEntry, Pointer
+from tierstore.engine.serving.undone import Undone
+from tierstore.engine.versions.info import VersionInfo
+from tierstore.formats.names import MAX_ORDINAL, dense_file
+from tierstore.tiers.remote.write import Change, Writer
+
+log = logging.getLogger(__name__)
+
+Encode = Callable[[VersionInfo, LogEntry], Overlay]
+
+
+class Undo:
+    """Keeps what deltas of one model replace, and rolls back. `open_writer` opens one for the line that counts."""
+
+    def __init__(self, shared: SharedModel, open_writer: Callable[[VersionInfo], Writer], encode: Encode) -> None:
+        self._shared, self._open_writer, self._encode = shared, open_writer, encode
+
+    def keep(self, writer: Writer, info: VersionInfo, overlay: Overlay, epoch: int) -> None:
+        """Keep what a delta replaces in a version, before it does."""
+        if overlay.heads:
+            there = self._shared.files(info.number, info.loaded_at_s)
+            before = {name: there.get(dense_file(name), GONE) for name in overlay.heads}
+            self._shared.keep_heads(info.number, overlay.hi, before)
+        writer.keep_before(epoch, overlay.hi, changes_of(overlay))
+
+    def roll_back(
+        self, pointer: Pointer, infos: Sequence[VersionInfo], epoch: int, keep_lease: Callable[[], None]
+    ) -> None:
+        """Do the rollback that the pointer wants; or say in the pointer why it is impossible."""
+        to, current = pointer.rollback, pointer.current
+        assert to is not None
+        plans, outdated = [], set[int]()
+        for info in infos:
+            plan = _Plan(self._shared, info, pointer, to, self._open_writer(info))
+            if plan.problem is None:
+                plans.append(plan)
+                continue
+            plan.writer.close()
+            if info.number == current:
+                for other in plans:
+                    other.writer.close()
+                self._refuse(
+                    to,
+                    f"version {current} of {self._shared.name!r} cannot be rolled back to delta {to}: {plan.problem}",
+                )
+                return
+            outdated.add(info.number)
+        try:
+            self._do(pointer, to, plans, outdated, epoch, keep_lease)
+        finally:
+            for plan in plans:
+                plan.writer.close()
+
+    def _refuse(self, to: int, why: str) -> None:
+        self._shared.update(lambda p: {"rollback": None, "refused": why} if p.rollback == to else {})
+
+    def _do(
+        self,
+        pointer: Pointer,
+        to: int,
+        plans: list[_Plan],
+        outdated: set[int],
+        epoch: int,
+        keep_lease: Callable[[], None],
+    ) -> None:
+        ended = [plan.ended for plan in plans if plan.ended is not None]
+        upto = max(ended, default=pointer.seq or 0)
+        digest = next((entry.digest for entry in self._shared.read(upto - 1, 1) if entry.seq == upto), "")
+        for plan in plans:
+            keep_lease()
+            if plan.ended is None:
+                with plan.writer.replace_line(epoch) as later:
+                    self._put(plan, later, epoch, keep_lease)
+                    later.end_line(epoch, upto, digest)
+        lines = {plan.info.number: plan.writer.line + 1 for plan in plans}
+
+        def done(now: Pointer) -> Mapping[str, Any]:
+            if now.rollback != to:
+                return {}
+            undone = now.undone.as_of(to, upto)
+            for number, line in lines.items():
+                undone = undone.with_line(number, line)
+            kept = Undone(undone.rollbacks, undone.lines, undone.outdated | outdated)
+            marks = {f"mark:{number}": upto for number in lines}
+            return {"rollback": None, "refused": None, "undone": json.dumps(kept.document()), **marks}
+
+        self._shared.update(done)
+        log.warning("model %s: rolled back to delta %d: deltas up to %d are undone", self._shared.name, to, upto)
+
+    def _put(self, plan: _Plan, later: Writer, epoch: int, keep_lease: Callable[[], None]) -> None:
+        for seq in reversed(plan.pops):
+            keep_lease()
+            later.put_before(epoch, seq)
+            for name, graph in self._shared.kept_heads(plan.info.number, seq).items():
+                self._shared.put_file(plan.info.number, dense_file(name), graph)
+        for entry in plan.pushes:
+            keep_lease()
+            overlay = self._encode(plan.info, entry)
+            self.keep(later, plan.info, overlay, epoch)
+            for name, head in overlay.heads.items():
+                self._shared.put_file(plan.info.number, dense_file(name), head.graph or GONE)
+            later.put_rows(epoch, changes_of(overlay))
+
+
+class _Plan:
+    """What is to be done with one version: `pops` are taken off, the last one first, then `pushes` applied."""
+
+    def __init__(self, shared: SharedModel, info: VersionInfo, pointer: Pointer, to: int, writer: Writer) -> None:
+        self.info, self.writer = info, writer
+        newest, self.ended = writer.reached()
+        base, now, then = info.manifest.delta_seq, pointer.undone, pointer.undone.as_of(to, MAX_ORDINAL)
+        changed = set(now.ranges) ^ {(first, min(last, pointer.seq or 0)) for first, last in then.ranges}
+        low = max(base, min([to, *(first - 1 for first, _ in changed)]))
+        high = max(newest, to)
+        has = [seq for seq in range(low + 1, newest + 1) if now.range_of(seq) is None]
+        wanted = [seq for seq in range(low + 1, high + 1) if then.range_of(seq) is None]
+        same = next((at for at, (one, two) in enumerate(zip(has, wanted, strict=False)) if one != two), None)
+        same = min(len(has), len(wanted)) if same is None else same
+        self.pops, pushes = has[same:], wanted[same:]
+        self.pushes: list[LogEntry] = []
+        self.problem: str | None = None
+        if lacking := writer.lack_before(self.pops):
+            self.problem = (
+                f"what delta {lacking[0]} replaced is not kept any more; log_retention_s says how long it is. Send the "
+                "rows that are right as a delta, or load a snapshot whose delta_seq is beyond the deltas that are wrong"
+            )
+        for seq in pushes:
+            entries = shared.read(seq - 1, 1)
+            if not entries or entries[0].seq != seq:
+                self.problem = f"delta {seq}, which it lacks, is not in the log any more"
+                break
+            self.pushes.append(entries[0])
+
+
+def changes_of(overlay: Overlay) -> list[Change]:
+    """An overlay's rows, for a writer."""
+    return [Change(name, rows.keys, rows.rows, rows.deleted) for name, rows in sorted(overlay.tables.items())]
