@@ -19,7 +19,8 @@ class Pointer:
     newest delta of the log. `marks`: by version, the seq that all of its rows have reached. `line` is of the current
     version: it changes if its rows are replaced without a delta. `digest` is that of the delta `seq`, None if unknown.
     `server` changes if another server has the pointer, which may lack acknowledged deltas; the model is `recovering`
-    then until all nodes have put back what they have.
+    then until all nodes have put back what they have. `owed`: the next delta, if it was acknowledged and is lost except
+    for some of its rows.
     """
 
     generation: int = 0
@@ -34,6 +35,7 @@ class Pointer:
     server: str = ""
     recovering: str | None = None
     order: ServingOrder | None = None
+    owed: int | None = None
 
     def order_of(self, versions: Iterable[int]) -> ServingOrder:
         """The order in which versions served, out of `versions` by their number where it is not known."""

@@ -1,0 +1,276 @@
+"""Writes that are cut off after any of their calls, on a real server: what is there then is made whole by what comes next, and a seq keeps one content."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import xxhash
+
+from tests.engine.placements.cluster.cuts import Cuts
+from tests.redis_cluster import RedisCluster
+from tierstore.engine.placements.cluster import scripts
+from tierstore.engine.placements.cluster.shared_model import Owed, Recovering, SharedModel
+from tierstore.errors import Conflict, StorageError
+from tierstore.tiers.remote.cluster import Cluster, connect
+
+pytestmark = pytest.mark.usefixtures("quick_loads")
+
+NOBODY = "0" * 40  # the mark of a server that is none
+_names = (f"model-{number}" for number in itertools.count())
+
+
+@pytest.fixture
+def cuts(monkeypatch: pytest.MonkeyPatch) -> Cuts:
+    return Cuts(monkeypatch)
+
+
+@pytest.fixture
+def connected(cluster: RedisCluster) -> Iterator[Cluster]:
+    made = connect(cluster.url)
+    yield made
+    made.close()
+
+
+# --- each script alone
+
+
+def digest(data: bytes) -> str:
+    return xxhash.xxh3_64_hexdigest(data)
+
+
+def begun(cluster: Cluster) -> SharedModel:
+    """A model whose log begins after 0."""
+    shared = SharedModel(cluster, next(_names))
+    assert shared.change(shared.pointer(), seq=0)
+    return shared
+
+
+def append(shared: SharedModel, seq: int, data: bytes, after: bytes | None = None) -> bool:
+    return shared.append(seq, digest(data), data, None if after is None else digest(after))
+
+
+def log_of(shared: SharedModel) -> list[tuple[int, bytes]]:
+    return [(entry.seq, entry.data) for entry in shared.read(0, 99)]
+
+
+@pytest.mark.parametrize("then", ["the same", "another"])
+def test_a_delta_whose_acknowledgement_is_cut_off_is_there_or_not(connected: Cluster, cuts: Cuts, then: str) -> None:
+    outcomes = set()
+    for calls in itertools.count():
+        shared = begun(connected)
+        append(shared, 1, b"one")
+        cuts.after(calls, scripts.APPEND)
+        try:
+            append(shared, 2, b"two", b"one")
+        except StorageError:
+            assert cuts.happened
+        if not cuts.happened:
+            break
+        content = b"two" if then == "the same" else b"other"
+        try:
+            outcomes.add(append(shared, 2, content, b"one"))
+        except Conflict:
+            assert then == "another"
+            outcomes.add("another is held")
+            content = b"two"
+        with pytest.raises(Conflict):
+            append(shared, 2, b"third", b"one")
+        assert append(shared, 3, b"three", content)
+        assert log_of(shared) == [(1, b"one"), (2, content), (3, b"three")]
+        assert [entry.after for entry in shared.read(1, 9)] == [digest(b"one"), digest(content)]
+        assert (shared.pointer().seq, shared.pointer().digest) == (3, digest(b"three"))
+    assert calls > 7
+    assert outcomes == ({True, False} if then == "the same" else {True, "another is held"})
+
+
+def test_a_node_that_reports_brings_a_cut_off_acknowledgement_to_its_end(connected: Cluster, cuts: Cuts) -> None:
+    for calls in itertools.count():
+        shared = begun(connected)
+        cuts.after(calls, scripts.APPEND)
+        try:
+            append(shared, 1, b"one")
+        except StorageError:
+            assert cuts.happened
+        shared.beat("node", {"seq": 0})
+        assert shared.pointer().seq == len(log_of(shared))
+        if not cuts.happened:
+            break
+
+
+def test_another_server_is_noticed_though_that_is_cut_off(connected: Cluster, cuts: Cuts) -> None:
+    for script in (scripts.APPEND, scripts.BEAT, scripts.RECOVERED):
+        for calls in itertools.count():
+            shared = begun(connected)
+            append(shared, 1, b"one")
+            shared.beat("a", {"seq": 1, "server": NOBODY})
+            connected.call("HSET", shared._current, "server", NOBODY)
+            cuts.after(calls, script)
+            try:
+                if script is scripts.APPEND:
+                    with pytest.raises((Recovering, StorageError)):
+                        append(shared, 2, b"two")
+                elif script is scripts.BEAT:
+                    shared.beat("b", {"seq": 1, "server": NOBODY})
+                else:
+                    assert not shared.recovered("0", None, "", None)
+            except StorageError:
+                assert cuts.happened
+            with pytest.raises(Recovering):
+                append(shared, 2, b"two")
+            assert shared.pointer().server != NOBODY
+            assert not shared.recovered(shared.pointer().recovering or "", 1, digest(b"one"), None), "a has not looked"
+            if not cuts.happened:
+                break
+
+
+def test_what_is_owed_is_not_forgotten_where_the_end_of_a_recovery_is_cut_off(
+    connected: Cluster, cuts: Cuts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for calls in itertools.count():
+        shared = begun(connected)
+        append(shared, 1, b"one")
+        connected.call("HSET", shared._current, "server", NOBODY)
+        shared.beat("node", None)
+        recovering = str(int(shared.pointer().recovering or "0") - 2 * scripts.RECOVERY_MS)  # that long ago
+        connected.call("HSET", shared._current, "recovering", recovering)
+        cuts.after(calls, scripts.RECOVERED)
+        try:
+            shared.recovered(recovering, 2, digest(b"two"), (3, digest(b"three")))
+        except StorageError:
+            assert cuts.happened
+        if shared.pointer().recovering is not None:
+            assert shared.recovered(recovering, 2, digest(b"two"), (3, digest(b"three")))
+        assert (shared.pointer().seq, shared.pointer().digest) == (2, digest(b"two"))
+        assert shared.pointer().owed == 3
+        with pytest.raises(Owed):
+            append(shared, 3, b"other", b"two")
+        assert append(shared, 3, b"three", b"two")
+        assert shared.pointer().owed is None
+        if not cuts.happened:
+            break
+
+
+def test_a_change_of_the_pointer_happens_as_a_whole_or_not_at_all(connected: Cluster, cuts: Cuts) -> None:
+    shared = begun(connected)
+    for calls in itertools.count():
+        before = shared.pointer()
+        new = {"current": calls + 1, "wanted": None, "canary": calls + 2, "share": 0.5, "seq": calls + 7}
+        cuts.after(calls, scripts.CHANGE)
+        try:
+            shared.change(before, **new)
+        except StorageError:
+            assert cuts.happened
+        now = shared.pointer()
+        if now != before:
+            assert now.generation == before.generation + 1
+            assert (now.current, now.wanted, now.canary, now.share, now.seq) == (
+                calls + 1,
+                None,
+                calls + 2,
+                0.5,
+                calls + 7,
+            )
+        else:
+            assert shared.change(before, **new)
+        if not cuts.happened:
+            break
+
+
+def test_a_record_that_is_cut_off_is_written_by_the_next_try(connected: Cluster, cuts: Cuts) -> None:
+    loading, ready = {"state": "loading"}, {"state": "dropping"}
+    for before, after in ((None, loading), (loading, ready), (ready, None)):
+        for calls in itertools.count():
+            shared = begun(connected)
+            if before is not None:
+                shared.record(1, None, before)
+            generation = shared.pointer().generation
+            cuts.after(calls, scripts.RECORD)
+            try:
+                shared.record(1, before, after)
+            except StorageError:
+                assert cuts.happened
+            assert shared.record(1, before, after)
+            assert shared.versions() == ({} if after is None else {1: after})
+            assert shared.pointer().generation > generation, "or no node would look"
+            if not cuts.happened:
+                break
+
+
+def test_a_lease_that_is_cut_off_goes_to_somebody_with_a_higher_epoch(connected: Cluster, cuts: Cuts) -> None:
+    for calls, above in itertools.product(range(9), (0, 7)):
+        shared = begun(connected)
+        first = shared.acquire("a", 60.0) or 0
+        shared.release("a")
+        cuts.after(calls, scripts.ACQUIRE)
+        try:
+            shared.acquire("a", 60.0, above)
+        except StorageError:
+            assert cuts.happened
+        held = shared.lease()
+        b = shared.acquire("b", 60.0, above)
+        assert (b is None) == (held is not None)
+        epoch = b or shared.acquire("a", 60.0, above) or 0
+        assert epoch > max(first, above)
+        cuts.after(calls, scripts.RELEASE)
+        try:
+            shared.release("b")
+        except StorageError:
+            assert cuts.happened
+        assert (shared.lease() is None) or shared.acquire("b" if b else "a", 60.0) == epoch
+
+
+def test_progress_that_is_cut_off_loses_no_entry_that_rows_lack(connected: Cluster, cuts: Cuts) -> None:
+    for calls in itertools.count():
+        shared = begun(connected)
+        for seq in (1, 2, 3):
+            append(shared, seq, b"%d" % seq)
+        epoch = shared.acquire("a", 60.0)
+        assert epoch is not None
+        cuts.after(calls, scripts.PROGRESS)
+        try:
+            shared.progress(epoch, 1, 2, 3)
+        except StorageError:
+            assert cuts.happened
+        assert log_of(shared)[-1] == (3, b"3")
+        assert shared.pointer().marks.get(1, 0) == 2 or len(log_of(shared)) == 3
+        assert shared.progress(epoch, 1, 2, 3)
+        assert log_of(shared) == [(3, b"3")]
+        if not cuts.happened:
+            break
+
+
+def test_a_report_that_is_cut_off_leaves_no_node_that_is_waited_for_without_end(
+    connected: Cluster, cuts: Cuts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    silent_ms = scripts.NODE_GONE_MS * 2
+    for report in ("the first of a node", "one that finds another gone"):
+        for calls in itertools.count():
+            shared = begun(connected)
+            if report != "the first of a node":
+                shared.beat("a", {"seq": 1})
+                now = connected.call("ZSCORE", shared._alive, "a")
+                connected.call("ZADD", shared._alive, float(now) - silent_ms, "a")
+            cuts.after(calls, scripts.BEAT)
+            try:
+                shared.beat("a" if report == "the first of a node" else "b", {"seq": 1})
+            except StorageError:
+                assert cuts.happened
+            connected.call("ZADD", shared._alive, "XX", 0, "a")  # it is not heard of again
+            assert {*shared.beat("c", {"seq": 2})} <= {"b", "c"}
+            assert connected.call("HEXISTS", shared._nodes, "a") == 0
+            if not cuts.happened:
+                break
+
+
+def test_a_log_that_has_lost_its_end_says_what_to_do(connected: Cluster) -> None:
+    shared = begun(connected)
+    append(shared, 1, b"one")
+    append(shared, 2, b"two")
+    connected.call("XDEL", shared._log, "2-0")
+    connected.call("HSET", shared._current, "seq", 1, "digest", f"1 {digest(b'one')}")
+    with pytest.raises(Owed, match="load a snapshot with a delta_seq of 2 or more"):
+        append(shared, 2, b"two")
+    assert shared.change(shared.pointer(), seq=2)
+    assert append(shared, 3, b"three")
