@@ -6,13 +6,14 @@ So it is where a server dies within a script and each call of it is a step of it
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
 from tierstore.engine.placements.cluster.shared_model import SharedModel
 from tierstore.tiers.remote import write
+from tierstore.tiers.remote.cluster import Cluster
 
 # a server's `redis` that ends the script before a call, after so many
 _CUT = """
@@ -35,7 +36,8 @@ class Cuts:
         self._lock = threading.Lock()
         self._armed: tuple[str, int, Callable[..., bool]] | None = None
         self.runs, self.happened = 0, False  # of the script that was to be cut off
-        run, command = SharedModel._run, write.command
+        self._sent: bytes | None = None  # the command of rows with it
+        run, command, call = SharedModel._run, write.command, write.call
 
         def run_cut(shared: SharedModel, script: str, keys: list[str], *words: Any) -> Any:
             cut = self._take(script, shared, *words)
@@ -45,12 +47,18 @@ class Cuts:
 
         def command_cut(*words: bytes) -> bytes:
             if words[0] == b"EVAL" and (cut := self._take(words[1].decode(), None, *words[2:])) is not None:
-                self.happened = True  # the caller says whether rows show it
-                return command(words[0], (_CUT % cut).encode() + words[1], *words[2:])
+                self._sent = command(words[0], (_CUT % cut).encode() + words[1], *words[2:])
+                return self._sent
             return command(*words)
+
+        def call_cut(cluster: Cluster, slot: int, packed: Sequence[Any], *, timeout_s: float) -> list[Any]:
+            if any(one is self._sent for one in packed):
+                return self._note(lambda: call(cluster, slot, packed, timeout_s=timeout_s))  # type: ignore[no-any-return]
+            return call(cluster, slot, packed, timeout_s=timeout_s)
 
         monkeypatch.setattr(SharedModel, "_run", run_cut)
         monkeypatch.setattr(write, "command", command_cut)
+        monkeypatch.setattr(write, "call", call_cut)
 
     def after(self, calls: int, script: str, fit: Callable[..., bool] = lambda *_: True) -> None:
         """Cut off the next run of a script that fits, after `calls` calls."""

@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import xxhash
 
+import tierstore
+from tests.engine import scenes
 from tests.engine.placements.cluster.cuts import Cuts
+from tests.engine.placements.cluster.scenes import OpenNode, member
 from tests.redis_cluster import RedisCluster
 from tierstore.engine.placements.cluster import scripts
 from tierstore.engine.placements.cluster.shared_model import Owed, Recovering, SharedModel
-from tierstore.errors import Conflict, StorageError
+from tierstore.engine.placements.following.rows import RemoteRows
+from tierstore.engine.store import Store
+from tierstore.errors import Conflict, Corruption, Overloaded, StorageError
+from tierstore.formats.delta.reader import read_delta
+from tierstore.tiers.remote import write
 from tierstore.tiers.remote.cluster import Cluster, connect
+from tierstore.tiers.remote.scripts import APPLY
+from tierstore.tiers.remote.tier import RemoteTable
+from tierstore.tiers.remote.write import Change, Writer
+from tierstore.types import Tier
 
 pytestmark = pytest.mark.usefixtures("quick_loads")
 
@@ -274,3 +289,167 @@ def test_a_log_that_has_lost_its_end_says_what_to_do(connected: Cluster) -> None
         append(shared, 2, b"two")
     assert shared.change(shared.pointer(), seq=2)
     assert append(shared, 3, b"three")
+
+
+# --- rows
+
+
+@pytest.mark.parametrize("chunk_bytes", [1 << 20, 20_000])
+def test_rows_of_a_delta_that_is_cut_off_are_not_read_as_older_ones(
+    connected: Cluster, cuts: Cuts, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int
+) -> None:
+    monkeypatch.setattr(write, "_DELTA_BYTES", chunk_bytes)
+    keys, seen = np.arange(2500), set()
+    old, new = (np.full((len(keys), 16), stamp, np.uint8) for stamp in (5, 6))
+    gone = keys % 10 == 0
+
+    def read(rows_of: RemoteRows, seq: int) -> tuple[np.ndarray, np.ndarray]:
+        rows, state = np.zeros((len(keys), 16), np.uint8), np.zeros(len(keys), np.uint8)
+        rows_of.get_at(1, keys, rows, state, seq)
+        return rows, state
+
+    for calls, run in itertools.product(range(12), range(1 if chunk_bytes > 1 << 19 else 3)):
+        name = next(_names)
+        with Writer(connected, name, 1, {"t": 16}, [b"0"]) as writer:
+            writer.write_rows("t", keys, old)
+            writer.finish(seq=5, epoch=1)
+            runs = itertools.count()
+            cuts.after(calls, APPLY.decode(), lambda *_, runs=runs, run=run: next(runs) == run)
+            with contextlib.suppress(StorageError):
+                writer.apply_delta(2, 6, [Change("t", keys, new, gone)], "6" * 16)
+        tables = {1: RemoteTable(connected, name, 1, "t", [b"0"], 16)}
+        before = RemoteRows("a version", tables, 5, "refuse")
+        try:
+            rows, state = read(before, 5)
+            assert (rows == 5).all()
+            assert (state == Tier.REMOTE).all()
+            seen.add("old")
+        except Overloaded:
+            seen.add("refused")
+        with Writer(connected, name, 1, {"t": 16}, [b"0"]) as successor:
+            if (begun := successor.states()[0]) is not None and begun.applying == 6:
+                with pytest.raises(Corruption, match="another delta 6"):
+                    successor.apply_delta(3, 6, [Change("t", keys, new, gone)], "7" * 16)
+            successor.apply_delta(3, 6, [Change("t", keys, new, gone)], "6" * 16)
+        rows, state = read(RemoteRows("a version", tables, 6, "refuse"), 6)
+        assert (rows[~gone] == 6).all()
+        np.testing.assert_array_equal(state == Tier.ABSENT, gone)
+    assert seen == {"old", "refused"}
+
+
+# --- nodes
+
+
+class Nodes:
+    """A model with two versions on nodes that come and go, and what was acknowledged: each delta, and each row of an item."""
+
+    def __init__(self, open_node: OpenNode, snapshots: Path) -> None:
+        self._open, self._names = open_node, itertools.count()
+        self.acknowledged: list[bytes] = []
+        self._next: bytes | None = None
+        self.stamps = np.zeros(scenes.ROWS["item"], np.int64)
+        self.node = self.open()
+        for version in (1, 2):
+            self.node.load_snapshot(scenes.write_snapshot(snapshots, version))
+
+    def open(self) -> Store:
+        return self._open(f"node-{next(self._names)}", remote_lease_s=0.5)
+
+    @property
+    def delta(self) -> bytes:
+        """The next one, which names itself in its rows; the same until it is acknowledged."""
+        seq = len(self.acknowledged) + 1
+        self._next = self._next or scenes.stamped(seq, {"item": range(seq % 7, 1000, 3)})
+        return self._next
+
+    def send(self, node: Store) -> None:
+        """The next delta, as a client does: until it is acknowledged."""
+        delta, seq = self.delta, len(self.acknowledged) + 1
+
+        def sent() -> bool:
+            try:
+                node.apply_delta(delta)
+            except (tierstore.Overloaded, StorageError):
+                return False
+            return True
+
+        scenes.eventually(sent, f"delta {seq} is acknowledged", 60)
+        self.acknowledged.append(delta)
+        self.stamps[seq % 7 : 1000 : 3], self._next = seq, None
+
+    def check(self, *nodes: Store) -> None:
+        """All nodes have what was acknowledged, in memory and in the rows, and nothing else."""
+        seq = len(self.acknowledged)
+        for node in nodes:
+            of = member(node)
+            scenes.eventually(lambda node=node: has_watermark(node, seq), f"it has delta {seq}", 60)
+            scenes.eventually(lambda node=node: node.status()["models"]["ctr"]["overlays"] == 0, "it is folded", 60)
+            rows = node.model("ctr").lookup("item_id", np.arange(1000))
+            np.testing.assert_array_equal(rows[:, 0], self.stamps % 16 * 64 + np.arange(1000) % 64)
+            assert [(entry.seq, entry.digest) for entry in of.shared.read(0, 999)] == [
+                (number, read_delta(delta).digest) for number, delta in enumerate(self.acknowledged, 1)
+            ]
+            other = scenes.delta(seq, {"item": ([1], np.zeros((1, scenes.DIM["item"]), np.float32))})
+            with pytest.raises(Conflict, match="other content"):
+                node.apply_delta(other)
+            assert {*of.shared.beat("", None)} == {one.placement.node for one in nodes}  # type: ignore[attr-defined]
+            scenes.eventually(lambda of=of: of.status()["problem"] is None, "there is no problem", 60)
+
+
+def has_watermark(node: Store, seq: int) -> bool:
+    return "ctr" in node.models() and (node.status()["models"]["ctr"]["watermark"] or 0) == seq
+
+
+def refused(change: Callable[..., object], *words: Any) -> bool:
+    """Whether a change is refused as its script is cut off."""
+    try:
+        change(*words)
+    except StorageError:
+        return True
+    return False
+
+
+def goes_on(nodes: Nodes, cuts: Cuts, server_dies: bool) -> None:
+    """After a cut: another server may answer from now on; a new node comes, takes what was refused, and then is alone."""
+    old, new = nodes.node, nodes.open()
+    if server_dies:
+        shared = member(old).shared
+        shared._cluster.call("HSET", shared._current, "server", NOBODY)
+    scenes.eventually(lambda: "ctr" in new.models() and new.model("ctr").active_version is not None, "it serves", 60)
+    for node in (new, old):
+        nodes.send(node)
+    nodes.check(new, old)
+    old.close()
+    nodes.node = new
+    nodes.send(new)
+    nodes.check(new)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("server_dies", [False, True], ids=["the server lives", "the server dies"])
+@pytest.mark.parametrize("script", ["APPEND", "CHANGE", "PROGRESS", "ACQUIRE", "BEAT", "RECOVERED", "APPLY"])
+def test_nodes_go_on_after_a_script_that_was_cut_off_after_any_call(
+    open_node: OpenNode, tmp_path: Path, cuts: Cuts, script: str, server_dies: bool
+) -> None:
+    nodes = Nodes(open_node, tmp_path)
+    text = APPLY.decode() if script == "APPLY" else getattr(scripts, script)
+    for calls in itertools.count():
+        node, shared = nodes.node, member(nodes.node).shared
+        cuts.after(calls, text)
+        if script == "CHANGE":
+            version = 3 - (node.model("ctr").active_version or 0)
+            if refused(node.activate, "ctr", version):
+                node.activate("ctr", version)
+        elif script == "APPEND":
+            refused(node.apply_delta, nodes.delta)
+            if server_dies:
+                shared._cluster.call("HSET", shared._current, "server", NOBODY)
+        else:
+            if script == "RECOVERED":
+                shared._cluster.call("HSET", shared._current, "server", NOBODY)
+            nodes.send(node)
+        scenes.eventually(lambda: cuts.runs > 0, "the script has run", 60)
+        whole = not cuts.happened
+        goes_on(nodes, cuts, server_dies)
+        if whole:
+            return
