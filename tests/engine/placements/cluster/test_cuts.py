@@ -14,7 +14,7 @@ import xxhash
 
 import tierstore
 from tests.engine import scenes
-from tests.engine.placements.cluster.cuts import Cuts
+from tests.engine.placements.cluster.cuts import Cuts, hide
 from tests.engine.placements.cluster.scenes import OpenNode, member
 from tests.redis_cluster import RedisCluster
 from tierstore.engine.placements.cluster import scripts
@@ -291,6 +291,60 @@ def test_a_log_that_has_lost_its_end_says_what_to_do(connected: Cluster) -> None
     assert append(shared, 3, b"three")
 
 
+# --- what is noticed of a server
+
+
+def test_a_log_that_a_node_has_had_longer_takes_nothing_new_until_all_nodes_have_looked(connected: Cluster) -> None:
+    shared = begun(connected)
+    for seq, data in ((1, b"one"), (2, b"two"), (3, b"three")):
+        append(shared, seq, data)
+    for node in ("a", "b"):
+        shared.beat(node, {"seq": 3, "server": shared.pointer().server})
+    connected.call("XDEL", shared._log, "2-0", "3-0")
+    connected.call("XSETID", shared._log, "1-0")
+    connected.call("HSET", shared._current, "seq", 1, "digest", f"1 {digest(b'one')}")
+    assert shared.put_back(2, digest(b"two"), b"two", digest(b"one")), "what a has"
+    with pytest.raises(Recovering):
+        append(shared, 3, b"other", b"two")
+    before = shared.pointer()
+    connected.call("HSET", shared._current, "recovering", int(before.recovering or 0) - 2 * scripts.RECOVERY_MS)
+    assert not shared.recovered(shared.pointer().recovering or "", 1, "", None), "b has not looked since"
+    assert shared.put_back(3, digest(b"three"), b"three", digest(b"two")), "what b has"
+    for node in ("a", "b"):
+        shared.beat(node, {"seq": 3, "server": before.server})
+    assert shared.recovered(shared.pointer().recovering or "", 1, "", None)
+    with pytest.raises(Conflict, match="other content"):
+        append(shared, 3, b"other", b"two")
+    assert append(shared, 4, b"four", b"three")
+    assert shared.pointer().recovering is None
+
+
+def test_a_server_without_an_id_is_known_by_its_process_and_when_it_began(
+    connected: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hide(monkeypatch, "master_replid", "run_id")
+    shared = begun(connected)
+    append(shared, 1, b"one")
+    process, port, start = shared.pointer().server.split("-")
+    for seq, other in enumerate(
+        (
+            f"{process}-{port}-{int(start) - 3}",
+            f"{int(process) + 1}-{port}-{start}",
+            f"{process}-{int(port) + 1}-{start}",
+            "",
+            NOBODY,
+        ),
+        2,
+    ):
+        connected.call("HSET", shared._current, "server", other)
+        with pytest.raises(Recovering):
+            append(shared, seq, b"%d" % seq)
+        connected.call("HDEL", shared._current, "recovering")
+    for second in (-1, 1):  # seconds are counted from another moment
+        connected.call("HSET", shared._current, "server", f"{process}-{port}-{int(start) + second}")
+        assert append(shared, (shared.pointer().seq or 0) + 1, b"%d" % second)
+
+
 # --- rows
 
 
@@ -428,14 +482,14 @@ def goes_on(nodes: Nodes, cuts: Cuts, server_dies: bool) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("server_dies", [False, True], ids=["the server lives", "the server dies"])
 @pytest.mark.parametrize("script", ["APPEND", "CHANGE", "PROGRESS", "ACQUIRE", "BEAT", "RECOVERED", "APPLY"])
-def test_nodes_go_on_after_a_script_that_was_cut_off_after_any_call(
+def test_nodes_go_on_after_a_script_that_was_cut_off_after_any_write(
     open_node: OpenNode, tmp_path: Path, cuts: Cuts, script: str, server_dies: bool
 ) -> None:
     nodes = Nodes(open_node, tmp_path)
     text = APPLY.decode() if script == "APPLY" else getattr(scripts, script)
     for calls in itertools.count():
         node, shared = nodes.node, member(nodes.node).shared
-        cuts.after(calls, text)
+        cuts.after(calls, text, writes_only=True)
         if script == "CHANGE":
             version = 3 - (node.model("ctr").active_version or 0)
             if refused(node.activate, "ctr", version):
