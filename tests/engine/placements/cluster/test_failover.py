@@ -98,6 +98,10 @@ def has(store: Store, seq: int) -> bool:
     return (store.status("ctr")["models"]["ctr"]["watermark"] or 0) >= seq  # type: ignore[no-any-return]
 
 
+def problem(store: Store) -> str:
+    return str(store.status()["models"]["ctr"]["remote"]["problem"] or "")
+
+
 def begin(open_node: OpenNode, tmp_path: Path, *names: str) -> list[Store]:
     """Nodes that serve version 1 with deltas 1 to 3."""
     nodes = [open_node(name) for name in names]
@@ -192,8 +196,10 @@ def test_rows_of_a_delta_that_no_node_has_any_more_are_not_mixed_with_another_on
     scenes.eventually(lambda: "ctr" in b.models() and has(b, 3), "b serves", 60)
     with pytest.raises(tierstore.Conflict, match="acknowledged with other content"):
         b.apply_delta(Y)
+    despite_errors(lambda: "delta 4 of 'ctr' was" in problem(b) and "send that content" in problem(b), "it says so")
     assert b.apply_delta(X).applied
     scenes.eventually(lambda: b.status()["models"]["ctr"]["overlays"] == 0, "its rows are everywhere", 60)
+    assert not problem(b)
     assert rows_are(open_node("c"), 4, range(20))
 
 

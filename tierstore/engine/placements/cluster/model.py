@@ -133,6 +133,14 @@ class ClusterModel:
                         expected_seq=newest + 1,
                     ) from gap
                 if time.monotonic() > until_s:
+                    lost = f"deltas {gap.expected_seq} to {newest}"
+                    self._refused = (
+                        gap.expected_seq - 1,
+                        (
+                            f"the cluster has lost {lost}, and does not take them back from this node: load a snapshot "
+                            f"with a delta_seq of {newest} or more"
+                        ),
+                    )
                     raise Overloaded(f"{gap}: this node puts back what the cluster has lost; send it again") from gap
             except Forked as error:  # this node has noticed it, and begins again
                 if time.monotonic() > until_s:

@@ -36,6 +36,10 @@ class Owed(Conflict):
     """The cluster has lost an acknowledged delta, and takes no other one in its place."""
 
 
+class LogClosed(Owed):
+    """The log has lost its end, and takes no delta up to there again."""
+
+
 class Commands(Protocol):
     """The needed part of a connected cluster. Raises StorageError if it cannot be reached."""
 
@@ -212,10 +216,10 @@ class SharedModel:
         return self._append(seq, digest, data, after, again=False)
 
     def put_back(self, seq: int, digest: str, data: bytes, after: str | None) -> bool:
-        """See `Followed`. False if the log has it already, or does not reach so far."""
+        """See `Followed`. False if the log has it already, does not reach so far, or does not take it any more."""
         try:
             return self._append(seq, digest, data, after, again=True)
-        except SequenceGap:
+        except (SequenceGap, LogClosed):
             return False
         except Conflict as error:
             raise Forked(str(error)) from error
@@ -238,7 +242,7 @@ class SharedModel:
         if outcome == "owed":
             raise Owed(owed_text(self.name, seq))
         if outcome == "lost":
-            raise Owed(
+            raise LogClosed(
                 f"{what} is not taken: the log in the cluster has had deltas up to {newest} and has lost them, and "
                 f"takes none up to that again; load a snapshot with a delta_seq of {newest} or more"
             )
