@@ -133,26 +133,18 @@ class ClusterModel:
                         expected_seq=newest + 1,
                     ) from gap
                 if time.monotonic() > until_s:
-                    lost = f"deltas {gap.expected_seq} to {newest}"
-                    self._refused = (
-                        gap.expected_seq - 1,
-                        (
-                            f"the cluster has lost {lost}, and does not take them back from this node: load a snapshot "
-                            f"with a delta_seq of {newest} or more"
-                        ),
-                    )
+                    self._note_refusal(str(gap))
                     raise Overloaded(f"{gap}: this node puts back what the cluster has lost; send it again") from gap
             except Forked as error:  # this node has noticed it, and begins again
                 if time.monotonic() > until_s:
                     raise Overloaded(str(error)) from error
             except Owed as error:
-                self._refused = seq - 1, str(error)
+                self._note_refusal(str(error))
                 raise
             except Recovering as error:
                 if not self._recover() and time.monotonic() > until_s:
-                    why = f"{error}; it waits for {', '.join(self._waited_for()) or 'nobody any more'}"
-                    self._refused = seq - 1, why
-                    raise Recovering(why) from error
+                    self._note_refusal(f"{error}; it waits for {', '.join(self._waited_for()) or 'nobody any more'}")
+                    raise
             self.follower.wake()
             time.sleep(_PAUSE_S)
 
@@ -175,6 +167,16 @@ class ClusterModel:
         newest = max(digests, default=0)
         owed = (newest, digests[newest]) if newest > max(reached or 0, pointer.seq or 0) and digests[newest] else None
         return self.shared.recovered(pointer.recovering, reached, digests.get(reached or 0, ""), owed)
+
+    def _note_refusal(self, why: str) -> None:
+        """Keep for the status why a delta was refused that any other one would be too."""
+        there, held = self.shared.pointer().seq, self.model.log.last
+        if there is not None and held is not None and held > there:
+            why = (
+                f"the cluster has lost deltas {there + 1} to {held}, and does not take them back from this node: load "
+                f"a snapshot with a delta_seq of {held} or more"
+            )
+        self._refused = there or 0, why
 
     def _waited_for(self) -> list[str]:
         """The nodes that have not said yet that they have put back what they have."""
