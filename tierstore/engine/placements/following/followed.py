@@ -18,9 +18,9 @@ class Pointer:
     `canary` one that gets `share` (0 to 1) of the requests, `wanted` one that all nodes should make ready. `seq` is the
     newest delta of the log. `marks`: by version, the seq that all of its rows have reached. `line` is of the current
     version: it changes if its rows are replaced without a delta. `digest` is that of the delta `seq`, None if unknown.
-    `server` changes if another server has the pointer, which may lack acknowledged deltas; the model is `recovering`
-    then until all nodes have put back what they have. `owed`: the next delta, if it was acknowledged and is lost except
-    for some of its rows.
+    `server` changes if another server has the pointer, or a node upstream other deltas than before; it may lack
+    acknowledged ones. A model that is not upstream is `recovering` then until all nodes have put back what they have.
+    `owed`: the next delta, if it was acknowledged and is lost except for some of its rows.
     """
 
     generation: int = 0
