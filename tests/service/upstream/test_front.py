@@ -318,6 +318,45 @@ def loaded_anew(node: Upstream, stamp: int, **options: object) -> None:
     node.load(1, stamp, **options)
 
 
+@pytest.mark.parametrize("is_folded", [True, False])
+def test_a_node_that_is_built_anew_and_gets_other_deltas_under_the_same_seqs_is_served_with_those(
+    scene: Scene, is_folded: bool
+) -> None:
+    node, snapshot = scene.node(), write_snapshot(scene.root, 1, 0)
+    node.store.load_snapshot(snapshot)
+    front = scene.front()
+    other = scene.front(host_budget=NO_CACHE)
+    if not is_folded:
+        for store in scene.fronts:
+            rows = store.model("ctr").publisher.current.open_version.rows  # type: ignore[union-attr]
+            rows.frozen = True
+    node.store.apply_delta(scenes.stamped(1, {"item": KEYS}))
+    node.store.apply_delta(scenes.stamped(2, {"item": range(500)}))
+    for store in scene.fronts:
+        await_watermark(store, 2)
+        check(store, "item", range(500), 2)
+        check(store, "item", range(500, 1000), 1)
+        scenes.eventually(lambda: (store.status()["models"]["ctr"]["overlays"] == 0) == is_folded, "as it should be")  # noqa: B023
+    node.stop()
+    shutil.rmtree(node.data)
+    node.start()
+    node.store.load_snapshot(snapshot)
+    rows = {"item": (KEYS, scenes.vectors("item", 7, KEYS))}
+    node.store.apply_delta(scenes.delta(1, rows))
+    node.store.apply_delta(scenes.delta(2, {"item": (range(20), scenes.vectors("item", 8, range(20)))}))
+    for store in (front, other):
+        scenes.eventually(lambda: answers(store, range(20), 8), "it has the delta of now")  # noqa: B023
+        check(store, "item", range(20, 1000), 7)
+
+
+def answers(front: Store, keys: range, stamp: int) -> bool:
+    try:
+        rows = front.model("ctr").lookup("item_id", np.array(keys))
+    except tierstore.TierstoreError:
+        return False
+    return np.array_equal(rows, scenes.vectors("item", stamp, keys))
+
+
 def test_two_contents_under_one_number_are_never_in_one_answer(scene: Scene) -> None:
     nodes = [scene.node(), scene.node()]
     for node in nodes:

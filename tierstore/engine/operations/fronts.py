@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from tierstore.engine.deltas.log import DeltaLog
 from tierstore.engine.events.observer import Observer
 from tierstore.engine.model import Model
 from tierstore.engine.operations.explain import explain_codes
@@ -39,6 +40,7 @@ KEEP_S = 0.2  # how long a view is held in any case after it was replaced
 LAG_S = 10.0  # how long a front is waited for
 GONE_S = 3.0  # after which a front that has not asked counts as gone
 LONGEST_S = 3600.0  # how long a version is held after it was left
+_DIGESTS = 16  # of the newest deltas are reported
 LOG_BYTES = 8 << 20  # of deltas that are read together
 NEWEST = int(np.iinfo(np.int64).max)
 _LOOK_S = 0.1
@@ -299,6 +301,7 @@ class Fronts(Observer):
                     str(number): {"line": line, "seq": view.seq} for number, (view, line) in held.newest().items()
                 },
                 "partitions": None if (own := held.partitions()) is None else own.document(),
+                "digests": _digests(log, serves.get(name)),
             }
         return {"models": models}
 
@@ -367,6 +370,13 @@ class Fronts(Observer):
                 if size > LOG_BYTES:
                     break
         return wire.encode_entries(entries)
+
+
+def _digests(log: DeltaLog, serves: tuple[int, int] | None) -> dict[str, str]:
+    """The digests of the newest deltas, and of the one that a front serves, by seq: those that the log holds."""
+    last = log.last or 0
+    seqs = {*range(max(0, last - _DIGESTS) + 1, last + 1), *([] if serves is None else [serves[1]])}
+    return {str(seq): digest for seq in sorted(seqs) if (digest := log.digest(seq)) is not None}
 
 
 def _owned(codes: Keys, partitions: Partitions | None) -> Any:

@@ -1,4 +1,9 @@
-"""Scripts in Lua that run on the servers, each as one step. All keys of a call have the same tag."""
+"""Scripts in Lua that run on the servers. All keys of a call have the same tag.
+
+On Redis and Valkey a script is one step. On Kvrocks each call is, if the server dies, and a reader may see what is
+between two of them: the watermark says that a delta is being applied before its first row is there, and that it is
+applied after its last.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +26,9 @@ if #seq < #at or (#seq == #at and seq <= at) then return {1, at} end
 local done = 0
 if is_begun then done = tonumber(mark[4] or '0') end
 if at ~= ARGV[3] or chunk > done then return {2, at} end
+if #KEYS > 1 and not is_begun then
+  redis.call('HSET', KEYS[1], 'applying', seq, 'chunk', '0', 'digest', seq .. ' ' .. digest)
+end
 for piece = 2, #KEYS do
   local first = 7 + (piece - 2) * 4
   local size, codes, rows, gone = tonumber(ARGV[first]), ARGV[first + 1], ARGV[first + 2], ARGV[first + 3]

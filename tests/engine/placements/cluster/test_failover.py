@@ -1,4 +1,7 @@
-"""Masters that lose what they had acknowledged, under nodes over a real cluster: no seq has two contents, and nothing comes back."""
+"""Masters that lose what they had acknowledged, under nodes over a real cluster: no seq has two contents, and nothing comes back.
+
+Also where a server says less of itself: Kvrocks has no `master_replid` and no `run_id`.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ import pytest
 
 import tierstore
 from tests.engine import scenes
+from tests.engine.placements.cluster.cuts import hide
 from tests.engine.placements.cluster.scenes import OpenNode, member
 from tests.redis_cluster import RedisCluster, Server, wait_for
 from tierstore.engine.placements.cluster.shared_model import SharedModel
@@ -24,6 +28,14 @@ pytestmark = pytest.mark.usefixtures("quick_loads")
 
 LOG_SLOT = slot_of(b"ts:ctr")
 NOBODY = "0" * 40  # the id of a server that is none
+
+
+@pytest.fixture(
+    autouse=True, params=[(), ("master_replid",), ("master_replid", "run_id")], ids=["replid", "run_id", "start"]
+)
+def hidden(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines that scripts do not find in what a server says of itself."""
+    hide(monkeypatch, *request.param)
 
 
 @pytest.fixture
@@ -84,6 +96,10 @@ def despite_errors(happened: Callable[[], bool], what: str) -> None:
 
 def has(store: Store, seq: int) -> bool:
     return (store.status("ctr")["models"]["ctr"]["watermark"] or 0) >= seq  # type: ignore[no-any-return]
+
+
+def problem(store: Store) -> str:
+    return str(store.status()["models"]["ctr"]["remote"]["problem"] or "")
 
 
 def begin(open_node: OpenNode, tmp_path: Path, *names: str) -> list[Store]:
@@ -180,8 +196,10 @@ def test_rows_of_a_delta_that_no_node_has_any_more_are_not_mixed_with_another_on
     scenes.eventually(lambda: "ctr" in b.models() and has(b, 3), "b serves", 60)
     with pytest.raises(tierstore.Conflict, match="acknowledged with other content"):
         b.apply_delta(Y)
+    despite_errors(lambda: "delta 4 of 'ctr' was" in problem(b) and "send that content" in problem(b), "it says so")
     assert b.apply_delta(X).applied
     scenes.eventually(lambda: b.status()["models"]["ctr"]["overlays"] == 0, "its rows are everywhere", 60)
+    assert not problem(b)
     assert rows_are(open_node("c"), 4, range(20))
 
 
@@ -195,6 +213,7 @@ def test_rows_that_are_all_there_count_as_acknowledged_though_the_log_has_lost_t
     c = open_node("c")
     of = shared(c)
     of._cluster.call("XDEL", of._log, "4-0")
+    of._cluster.call("XSETID", of._log, "3-0")
     of._cluster.call("HSET", of._current, "seq", 3, "digest", "3 " + log_of(c)[-1][1], "mark:1", 3, "server", NOBODY)
     with pytest.raises(tierstore.Conflict, match="other content"):
         c.apply_delta(Y)

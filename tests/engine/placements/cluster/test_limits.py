@@ -10,6 +10,7 @@ import tierstore
 from tests.engine import scenes
 from tests.engine.placements.cluster.scenes import OpenNode, check, has_version, marks, member
 from tierstore.engine.placements.cluster import ingester, placement
+from tierstore.engine.placements.cluster import model as cluster_model
 from tierstore.formats.delta.reader import read_delta
 
 pytestmark = pytest.mark.usefixtures("quick_loads")
@@ -90,3 +91,68 @@ def test_seqs_may_be_larger_than_the_doubles_of_the_scripts(open_node: OpenNode,
         scenes.eventually(lambda store=store: store.status()["models"]["ctr"]["overlays"] == 0, "they are folded", 60)
         check(store, "item", range(1), at + 3)
         assert set(marks(store)) == {at + 3}
+
+
+def test_rows_that_the_log_cannot_bring_up_any_more_are_a_problem_until_a_newer_snapshot_serves(
+    open_node: OpenNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a = open_node("a")
+    a.load_snapshot(scenes.write_snapshot(tmp_path))
+    shared = member(a).shared
+    with monkeypatch.context() as waiting:
+        waiting.setattr(ingester.Ingester, "_seen_by_all", lambda *_: 0)  # rows wait for nodes
+        a.apply_delta(scenes.stamped(1, {"item": range(9)}))
+        a.apply_delta(scenes.stamped(2, {"item": range(9)}))
+        shared._cluster.call("XDEL", shared._log, "1-0", "2-0")
+    said = "has deltas up to 0, and the log in the cluster lacks those that follow: load a newer snapshot"
+    scenes.eventually(lambda: said in (member(a).status()["problem"] or ""), "its status says so", 60)
+    a.load_snapshot(scenes.write_snapshot(tmp_path, 2, delta_seq=2))
+    scenes.eventually(lambda: member(a).status()["problem"] is None, "it ends", 60)
+    assert a.apply_delta(scenes.stamped(3, {"item": range(9)})).applied
+
+
+@pytest.mark.parametrize("rows_have_it", [True, False])
+def test_a_log_that_has_lost_its_end_goes_on_after_what_the_rows_have_or_says_what_to_do(
+    open_node: OpenNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows_have_it: bool
+) -> None:
+    """Its stream remembers that it was longer, and takes no entry up to there."""
+    a = open_node("a")
+    a.load_snapshot(scenes.write_snapshot(tmp_path))
+    a.apply_delta(scenes.stamped(1, {"item": range(9)}))
+    scenes.eventually(lambda: a.status()["models"]["ctr"]["overlays"] == 0, "it is folded", 60)
+    seen_by_all = ingester.Ingester._seen_by_all
+    if not rows_have_it:
+        monkeypatch.setattr(ingester.Ingester, "_seen_by_all", lambda *words: min(1, seen_by_all(*words)))
+    a.apply_delta(scenes.stamped(2, {"item": range(9)}))
+    if rows_have_it:
+        scenes.eventually(lambda: a.status()["models"]["ctr"]["overlays"] == 0, "it is folded", 60)
+    shared = member(a).shared
+    (first, _) = shared.read(0, 2)
+    shared._cluster.call("XDEL", shared._log, "2-0")
+    shared._cluster.call("HSET", shared._current, "seq", 1, "digest", f"1 {first.digest}")
+    third = scenes.stamped(3, {"item": range(9)})
+    if rows_have_it:
+        assert a.apply_delta(third).applied
+        return
+    monkeypatch.setattr(cluster_model, "VISIBLE_S", 1.5)
+    with pytest.raises(tierstore.Overloaded):
+        a.apply_delta(third)
+    said = "lost deltas 2 to 2, and does not take them back from this node: load a snapshot with a delta_seq of 2"
+    scenes.eventually(lambda: said in (member(a).status()["problem"] or ""), "its status says so", 60)
+    monkeypatch.undo()
+    a.load_snapshot(scenes.write_snapshot(tmp_path, 2, delta_seq=2))
+    scenes.eventually(lambda: member(a).status()["problem"] is None, "it ends", 60)
+    assert a.apply_delta(third).applied
+
+
+def test_a_model_that_serves_nothing_takes_deltas_again_after_another_server_has_come(
+    open_node: OpenNode, tmp_path: Path
+) -> None:
+    a = open_node("a")
+    a.load_snapshot(scenes.write_snapshot(tmp_path))
+    shared = member(a).shared
+    assert shared.change(shared.pointer(), current=None)
+    shared._cluster.call("HSET", shared._current, "server", "another")
+    shared.beat("", None)
+    assert shared.pointer().recovering is not None
+    scenes.eventually(lambda: member(a)._recover() and shared.pointer().recovering is None, "it is over", 60)

@@ -204,11 +204,17 @@ class Ingester:
             writer.fence(epoch)
         reached = self._reached[number]
         if reached < upto:
-            for entry in self._shared.read(reached, BATCH):
-                if self._stopping.is_set() or entry.seq > upto:
+            entries = self._shared.read(reached, BATCH)
+            if not entries or entries[0].seq != reached + 1:  # the log does not have what it lacks
+                if number in (pointer.current, pointer.canary):
+                    raise StorageError(
+                        f"version {number} of {self._model.name!r} has deltas up to {reached}, and the log in the "
+                        "cluster lacks those that follow: load a newer snapshot"
+                    )
+                return  # it is stale
+            for entry in entries:
+                if self._stopping.is_set() or entry.seq > upto or entry.seq != reached + 1:
                     break
-                if entry.seq != reached + 1:
-                    return  # it is stale: the log does not have what it lacks
                 self._keep_lease()
                 if pointer.undone.range_of(entry.seq) is None:
                     self._apply(writer, info, entry, epoch)

@@ -28,7 +28,14 @@ from tierstore.engine.model import Model
 from tierstore.engine.placement import ModelPlacement, Refusals
 from tierstore.engine.placements.cluster.ingester import DROPPING, Ingester
 from tierstore.engine.placements.cluster.shared_load import SharedLoad
-from tierstore.engine.placements.cluster.shared_model import Commands, Recovering, SharedModel, order_text
+from tierstore.engine.placements.cluster.shared_model import (
+    Commands,
+    Owed,
+    Recovering,
+    SharedModel,
+    order_text,
+    owed_text,
+)
 from tierstore.engine.placements.cluster.target import READY, ClusterTarget, Writers
 from tierstore.engine.placements.following.followed import Forked, Pointer
 from tierstore.engine.placements.following.follower import Follower, remote_rows_of
@@ -67,6 +74,7 @@ class ClusterModel:
         self.open_load = lambda number: SharedLoad(cluster, model.name, number, owner)
         self.ingester = Ingester(model, self.shared, node, settings, open_writer, decoded, self.open_load)
         self.open_writer, self._refusals = open_writer, refusals
+        self._refused: tuple[int, str] | None = None  # after which delta none was taken here, and why
         self._switching = threading.Lock()
         self.placement = ModelPlacement(
             leads=lambda: self.ingester.epoch is not None, load=lambda: new_target(self), held=self.held,
@@ -146,12 +154,17 @@ class ClusterModel:
                         expected_seq=newest + 1,
                     ) from gap
                 if time.monotonic() > until_s:
+                    self._note_refusal(str(gap))
                     raise Overloaded(f"{gap}: this node puts back what the cluster has lost; send it again") from gap
             except Forked as error:  # this node has noticed it, and begins again
                 if time.monotonic() > until_s:
                     raise Overloaded(str(error)) from error
-            except Recovering:
+            except Owed as error:
+                self._note_refusal(str(error))
+                raise
+            except Recovering as error:
                 if not self._recover() and time.monotonic() > until_s:
+                    self._note_refusal(f"{error}; it waits for {', '.join(self._waited_for()) or 'nobody any more'}")
                     raise
             self.follower.wake()
             time.sleep(_PAUSE_S)
@@ -163,16 +176,33 @@ class ClusterModel:
         other content is accepted.
         """
         pointer = self.shared.pointer()
-        if pointer.recovering is None or pointer.current is None:
+        if pointer.recovering is None:
             return True
-        info = self.model.catalogue.info(pointer.current)
-        with self.open_writer(self.model.name, info.number, {}, info.tags) as writer:
-            states = [state for state in writer.states() if state is not None]
+        states = []
+        if pointer.current is not None:
+            tags = [tag.encode() for tag in self.shared.version(pointer.current)["tags"]]
+            with self.open_writer(self.model.name, pointer.current, {}, tags) as writer:
+                states = [state for state in writer.states() if state is not None]
         reached = min((state.seq for state in states), default=None)
         digests = {state.applying: state.digest for state in states}
         newest = max(digests, default=0)
         owed = (newest, digests[newest]) if newest > max(reached or 0, pointer.seq or 0) and digests[newest] else None
         return self.shared.recovered(pointer.recovering, reached, digests.get(reached or 0, ""), owed)
+
+    def _note_refusal(self, why: str) -> None:
+        """Keep for the status why a delta was refused that any other one would be too."""
+        there, held = self.shared.pointer().seq, self.model.log.last
+        if there is not None and held is not None and held > there:
+            why = (
+                f"the cluster has lost deltas {there + 1} to {held}, and does not take them back from this node: load "
+                f"a snapshot with a delta_seq of {held} or more"
+            )
+        self._refused = there or 0, why
+
+    def _waited_for(self) -> list[str]:
+        """The nodes that have not said yet that they have put back what they have."""
+        server = self.shared.pointer().server
+        return sorted(name for name, of in self.shared.beat(self._node, None).items() if of.get("server") != server)
 
     def _check(self, delta: Delta) -> None:
         """DeltaError for a delta that does not fit what is served: once in the log, every node would skip it.
@@ -468,6 +498,13 @@ class ClusterModel:
         order = self._order(pointer).after((pointer.current, pointer.canary), (pointer.current, None), WITHDRAWN)
         return {"canary": None, "share": None, "left": order_text(order)}
 
+    def _takes_none(self, pointer: Pointer) -> str | None:
+        """Why no delta is taken, and what to do; None if one is, as far as this node knows."""
+        if pointer.owed is not None:
+            return owed_text(self.model.name, pointer.owed)
+        after, why = self._refused or (None, "")
+        return why if after is not None and after == pointer.seq else None
+
     def _rollback_to(self, pointer: Pointer) -> int | None:
         """What a rollback would go to, of the versions that this node knows."""
         there = self.model.versions
@@ -479,7 +516,7 @@ class ClusterModel:
     def status(self) -> dict[str, Any]:
         """What this node knows of the model in the cluster, without asking the cluster."""
         follower, pointer = self.follower, self.follower.pointer
-        problems = follower.silent, follower.unready, self.ingester.problem, follower.lost
+        problems = follower.silent, follower.unready, self.ingester.problem, follower.lost, self._takes_none(pointer)
         return {
             "reachable": follower.silent is None,
             "problem": "; ".join(filter(None, problems)) or None,

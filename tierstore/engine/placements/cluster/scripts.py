@@ -1,4 +1,8 @@
-"""Lua scripts for the cluster, each one atomic step on the keys of one model, which are in one slot.
+"""Lua scripts for the cluster, on the keys of one model, which are in one slot.
+
+On Redis and Valkey a script is one step. On Kvrocks each call is, if the server dies, and a reader may see what is
+between two of them. So in each script one call decides, what leads to it has no effect of its own or may be done again,
+and what follows is made up for by the next call of any node (tests/engine/placements/cluster/test_cuts.py).
 
 Numbers that may pass 2⁵³ (seqs, versions) are compared as text: Lua's numbers are doubles.
 """
@@ -10,22 +14,17 @@ RECOVERY_MS = (
 )
 NODE_GONE_MS = 5000  # a node that has not reported for so long is not waited for any more
 
-# `notice` notices that another server answers than before (`server`: the id of its replication history, which a
-# failover and a restart change): it may lack acknowledged deltas. From then on the model is `recovering`, and all nodes
-# that were there are waited for. `less` and `of` are for seqs as text, and for the digest of a seq ("<seq> <digest>").
-_NOTICE = """
+# `notice` notices that another server answers than before (`server`: its mark): it may lack acknowledged deltas. From
+# then on the model is `recovering`, and all nodes that were there are waited for. `doubt` says so where the log itself
+# shows that; the token after '#' tells nodes that looked before from those that looked since. `finish` has `seq` and
+# `digest` follow the log's newest entry, which is what acknowledges a delta. `less` and `of` are for seqs as text, and
+# for the digest of a seq ("<seq> <digest>").
+#
+# `mark_of` is the id of the server's replication history (`master_replid`, which a failover and a restart change), or
+# of its process: `run_id`, or process, port and the second of its start, which may come out as the one beside it.
+_COMMON = """
 local t = redis.call('TIME')
 local now = t[1] * 1000 + math.floor(t[2] / 1000)
-local function notice(current, alive)
-  if redis.call('HEXISTS', current, 'seq') == 0 then return end
-  local id = string.match(redis.call('INFO', 'replication'), 'master_replid:(%w+)') or ''
-  local before = redis.call('HGET', current, 'server')
-  if before == id then return end
-  redis.call('HSET', current, 'server', id)
-  if not before then return end
-  redis.call('HSET', current, 'recovering', string.format('%d', now))
-  for _, node in ipairs(redis.call('ZRANGE', alive, 0, -1)) do redis.call('ZADD', alive, now, node) end
-end
 local function less(a, b)
   if #a ~= #b then return #a < #b end
   return a < b
@@ -35,16 +34,68 @@ local function of(seq, text)
   if named == seq then return digest end
   return nil
 end
+local function mark_of()
+  local id = string.match(redis.call('INFO', 'replication'), 'master_replid:(%w+)')
+  if id then return id end
+  local about = redis.call('INFO', 'server')
+  id = string.match(about, 'run_id:(%w+)')
+  if id then return id end
+  local process, port = string.match(about, 'process_id:(%d+)'), string.match(about, 'tcp_port:(%d+)')
+  local up = string.match(about, 'uptime_in_seconds:(%d+)')
+  if not (process and port and up) then return '' end
+  return string.format('%s-%s-%d', process, port, t[1] - up)
+end
+local function same(a, b)
+  if a == b then return true end
+  local process, start = string.match(a, '^(%d+%-%d+)%-(%d+)$')
+  local process_b, start_b = string.match(b, '^(%d+%-%d+)%-(%d+)$')
+  return process ~= nil and process == process_b and math.abs(start - start_b) <= 1
+end
+local function recover(current, alive, server)
+  local nodes = redis.call('ZRANGE', alive, 0, -1)
+  if #nodes > 0 then
+    local words = {}
+    for i, node in ipairs(nodes) do words[2 * i - 1], words[2 * i] = now, node end
+    redis.call('ZADD', alive, unpack(words))
+  end
+  redis.call('HSET', current, 'recovering', string.format('%d', now), 'server', server)
+end
+local function notice(current, alive)
+  local held = redis.call('HMGET', current, 'seq', 'server')
+  if not held[1] then return end
+  local mark = mark_of()
+  if not held[2] then
+    redis.call('HSET', current, 'server', mark)
+  elseif not same(string.match(held[2], '^[^#]*'), mark) then
+    recover(current, alive, mark)
+  end
+end
+local function doubt(current, alive)
+  recover(current, alive, string.format('%s#%d', mark_of(), now))
+end
+local function finish(current, log)
+  local seq = redis.call('HGET', current, 'seq')
+  if not seq then return end
+  local top = redis.call('XREVRANGE', log, '+', '(' .. seq .. '-0', 'COUNT', 1)[1]
+  if not top then return end
+  local newest, digest = string.match(top[1], '^%d+'), ''
+  for i = 1, #top[2], 2 do
+    if top[2][i] == 'digest' then digest = top[2][i + 1] end
+  end
+  redis.call('HSET', current, 'seq', newest, 'digest', newest .. ' ' .. digest)
+end
 """
 
 # KEYS: current, log, nodes, alive. ARGV: seq, the seq before it, digest, milliseconds now, bytes, the digest of the
 # delta before it ('': not known), '1' where the log had it before. Returns a word, the seq of the newest entry, and its
 # digest ('': not known): `appended`; `none`: the log has not begun; `at`: another one is next; `forked`: the delta
-# before it is another one here; `owed`: of this seq there are rows of other content; `recovering`.
+# before it is another one here; `owed`: of this seq there are rows of other content; `recovering`; `lost`, with the seq
+# that the log has reached once: it takes none up to that.
 APPEND = (
-    _NOTICE
+    _COMMON
     + """
 notice(KEYS[1], KEYS[4])
+finish(KEYS[1], KEYS[2])
 local fields = redis.call('HMGET', KEYS[1], 'seq', 'digest', 'recovering', 'owed')
 local last = fields[1]
 if not last then return {'none', '', ''} end
@@ -54,34 +105,45 @@ if last ~= ARGV[2] then return {'at', last, digest} end
 if digest ~= '' and ARGV[6] ~= '' and digest ~= ARGV[6] then return {'forked', last, digest} end
 local owed = of(ARGV[1], fields[4])
 if owed and owed ~= ARGV[3] then return {'owed', last, digest} end
+if ARGV[7] == '1' and not fields[3] then doubt(KEYS[1], KEYS[4]) end
 local after = digest
 if after == '' then after = ARGV[6] end
-redis.call('XADD', KEYS[2], ARGV[1] .. '-0', 'digest', ARGV[3], 'ms', ARGV[4], 'data', ARGV[5], 'after', after)
+local added = redis.pcall(
+  'XADD', KEYS[2], ARGV[1] .. '-0', 'digest', ARGV[3], 'ms', ARGV[4], 'data', ARGV[5], 'after', after)
+if type(added) == 'table' and added.err then
+  if not string.find(added.err, 'equal or smaller', 1, true) then return added end
+  local about = redis.call('XINFO', 'STREAM', KEYS[2])
+  for i = 1, #about, 2 do
+    if about[i] == 'last-generated-id' then return {'lost', string.match(about[i + 1], '^%d+'), ''} end
+  end
+  return added
+end
 redis.call('HSET', KEYS[1], 'seq', ARGV[1], 'digest', ARGV[1] .. ' ' .. ARGV[3])
 return {'appended', ARGV[1], ARGV[3]}
 """
 )
 
-# KEYS: current, nodes, alive. ARGV: `recovering` as it was read; the seq that all rows have, its digest ('': not
+# KEYS: current, nodes, alive, log. ARGV: `recovering` as it was read; the seq that all rows have, its digest ('': not
 # known); the delta of which some rows are there, as `owed` has it ('': none). Returns 1 where new deltas are taken from
 # now on, 0 where nodes are waited for.
 RECOVERED = (
-    _NOTICE
+    _COMMON
     + f"""
 notice(KEYS[1], KEYS[3])
-local since = redis.call('HGET', KEYS[1], 'recovering')
-if since ~= ARGV[1] or now - since < {RECOVERY_MS} then return 0 end
-local server = redis.call('HGET', KEYS[1], 'server')
+finish(KEYS[1], KEYS[4])
+local held = redis.call('HMGET', KEYS[1], 'recovering', 'server', 'seq')
+if held[1] ~= ARGV[1] or now - held[1] < {RECOVERY_MS} then return 0 end
 for _, name in ipairs(redis.call('ZRANGEBYSCORE', KEYS[3], string.format('%d', now - {NODE_GONE_MS}), '+inf')) do
   local report = redis.call('HGET', KEYS[2], name)
   local seen = report and cjson.decode(report).server
-  if seen and seen ~= server then return 0 end
+  if seen and seen ~= held[2] then return 0 end
 end
-if ARGV[2] ~= '' and less(redis.call('HGET', KEYS[1], 'seq'), ARGV[2]) then
-  redis.call('HSET', KEYS[1], 'seq', ARGV[2], 'digest', ARGV[2] .. ' ' .. ARGV[3])
+local words = {{'owed', ARGV[4]}}
+if ARGV[2] ~= '' and less(held[3], ARGV[2]) then
+  words = {{'owed', ARGV[4], 'seq', ARGV[2], 'digest', ARGV[2] .. ' ' .. ARGV[3]}}
 end
-redis.call('HDEL', KEYS[1], 'recovering', 'owed')
-if ARGV[4] ~= '' then redis.call('HSET', KEYS[1], 'owed', ARGV[4]) end
+redis.call('HSET', KEYS[1], unpack(words))
+redis.call('HDEL', KEYS[1], 'recovering')
 return 1
 """
 )
@@ -115,36 +177,44 @@ return 0
 # KEYS: current. ARGV: the generation that is expected, the seq that is expected ('' for none), then fields and values.
 # Returns 1 where they were set, and the generation is one more then; 0 where something else came first.
 CHANGE = """
-if (redis.call('HGET', KEYS[1], 'generation') or '0') ~= ARGV[1] then return 0 end
-if (redis.call('HGET', KEYS[1], 'seq') or '') ~= ARGV[2] then return 0 end
-for i = 3, #ARGV, 2 do redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
-redis.call('HINCRBY', KEYS[1], 'generation', 1)
+local held = redis.call('HMGET', KEYS[1], 'generation', 'seq')
+if (held[1] or '0') ~= ARGV[1] or (held[2] or '') ~= ARGV[2] then return 0 end
+redis.call('HSET', KEYS[1], 'generation', string.format('%d', ARGV[1] + 1), unpack(ARGV, 3))
 return 1
 """
 
-# KEYS: nodes, alive, current. ARGV: node, its report.
+# KEYS: nodes, alive, current, log. ARGV: node, its report.
 # Returns the reports of the nodes that are there, as node, report, node, report, …
 BEAT = (
-    _NOTICE
+    _COMMON
     + f"""
 notice(KEYS[3], KEYS[2])
+finish(KEYS[3], KEYS[4])
 if ARGV[2] ~= '' then
-  redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
   redis.call('ZADD', KEYS[2], now, ARGV[1])
+  redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
 end
-local gone = redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', '(' .. string.format('%d', now - {NODE_GONE_MS}))
-for _, node in ipairs(gone) do
-  redis.call('ZREM', KEYS[2], node)
+local since = string.format('%d', now - {NODE_GONE_MS})
+for _, node in ipairs(redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', '(' .. since)) do
   redis.call('HDEL', KEYS[1], node)
+  redis.call('ZREM', KEYS[2], node)
 end
-return redis.call('HGETALL', KEYS[1])
+local there = {{}}
+for _, node in ipairs(redis.call('ZRANGEBYSCORE', KEYS[2], since, '+inf')) do
+  local report = redis.call('HGET', KEYS[1], node)
+  if report then
+    there[#there + 1], there[#there + 2] = node, report
+  end
+end
+return there
 """
 )
 
 # KEYS: versions, current. ARGV: version, the record that is expected ('' for none), the new one ('' to remove it).
-# Returns 1 where it was changed; the generation is one more then.
+# Returns 1 where it was changed, or was so already; the generation is one more then.
 RECORD = """
-if (redis.call('HGET', KEYS[1], ARGV[1]) or '') ~= ARGV[2] then return 0 end
+local held = redis.call('HGET', KEYS[1], ARGV[1]) or ''
+if held ~= ARGV[2] and held ~= ARGV[3] then return 0 end
 if ARGV[3] == '' then redis.call('HDEL', KEYS[1], ARGV[1]) else redis.call('HSET', KEYS[1], ARGV[1], ARGV[3]) end
 redis.call('HINCRBY', KEYS[2], 'generation', 1)
 return 1

@@ -1,7 +1,8 @@
 """A model in the cluster: its versions, the pointer to the current one, its delta log, the lease, its nodes.
 
 All of its keys have one hash tag, so a step that touches several of them is one script (`scripts.py`). Any thread of
-any node may call anything. Changes of a call that returned are as durable as the cluster (docs/remote.md).
+any node may call anything. Changes of a call that returned are as durable as the cluster (docs/remote.md); after one
+that was broken off, the call may be repeated.
 """
 
 from __future__ import annotations
@@ -30,6 +31,14 @@ _reading = reading("what the cluster has of a model")
 
 class Recovering(Overloaded):
     """Another server has the log, and nodes are putting back what it may lack."""
+
+
+class Owed(Conflict):
+    """The cluster has lost an acknowledged delta, and takes no other one in its place."""
+
+
+class LogClosed(Owed):
+    """The log has lost its end, and takes no delta up to there again."""
 
 
 class Commands(Protocol):
@@ -79,7 +88,7 @@ class SharedModel:
             server=fields.get("server", b"").decode(), recovering=fields.get("recovering", b"").decode() or None,
             order=ServingOrder.parse(json.loads(fields["left"])) if fields.get("left") else None,
             **_rollbacks_of(fields, number("current")), rollback=number("rollback"),
-            refused=fields.get("refused", b"").decode(), deactivated=bool(fields.get("deactivated")),
+            refused=fields.get("refused", b"").decode(), deactivated=bool(fields.get("deactivated")), owed=_owed_of(fields),
         )  # fmt: skip
 
     def change(self, before: Pointer, **changes: float | str | None) -> bool:
@@ -133,7 +142,7 @@ class SharedModel:
         return versions[number]
 
     def record(self, number: int, before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> bool:
-        """Replace the record of a version (None: there is none). False if it is no longer `before`."""
+        """Replace the record of a version (None: there is none). False if it is neither `before` nor `after` by now."""
         if before is None and after is not None:
             self.list_model()
         done = bool(self._run(scripts.RECORD, [self._versions, self._current], number, _text(before), _text(after)))
@@ -209,10 +218,10 @@ class SharedModel:
         return self._append(seq, digest, data, after, again=False)
 
     def put_back(self, seq: int, digest: str, data: bytes, after: str | None) -> bool:
-        """See `Followed`. False if the log has it already, or does not reach so far."""
+        """See `Followed`. False if the log has it already, does not reach so far, or does not take it any more."""
         try:
             return self._append(seq, digest, data, after, again=True)
-        except SequenceGap:
+        except (SequenceGap, LogClosed):
             return False
         except Conflict as error:
             raise Forked(str(error)) from error
@@ -221,7 +230,7 @@ class SharedModel:
     def _append(self, seq: int, digest: str, data: bytes | memoryview, after: str | None, *, again: bool) -> bool:
         keys = [self._current, self._log, self._nodes, self._alive]
         words = (seq, seq - 1, digest, int(time.time() * 1000), bytes(data), after or "", int(again))
-        outcome, last, there = (of.decode() for of in self._run(scripts.APPEND, keys, *words))
+        outcome, last, there = ((of or b"").decode() for of in self._run(scripts.APPEND, keys, *words))
         what = f"delta {seq} of {self.name!r}"
         if outcome == "appended":
             return True
@@ -233,9 +242,11 @@ class SharedModel:
             raise Forked(f"{what} is not taken: this node has another delta {seq - 1} than the cluster; send it again")
         newest = int(last)
         if outcome == "owed":
-            raise Conflict(
-                f"{what} was acknowledged with other content, of which rows are in the cluster, before its log was "
-                "lost: send that content, or load a newer snapshot"
+            raise Owed(owed_text(self.name, seq))
+        if outcome == "lost":
+            raise LogClosed(
+                f"{what} is not taken: the log in the cluster has had deltas up to {newest} and has lost them, and "
+                f"takes none up to that again; load a snapshot with a delta_seq of {newest} or more"
             )
         if seq > newest:
             raise SequenceGap(f"{what} came out of turn; {newest + 1} is next", expected_seq=newest + 1)
@@ -252,7 +263,7 @@ class SharedModel:
         `reached` is the seq that all rows have, `digest` that of its delta: the log goes on after it, even if it does
         not have it any more. `owed`: the delta, with its digest, of which some rows are there and others are not.
         """
-        keys = [self._current, self._nodes, self._alive]
+        keys = [self._current, self._nodes, self._alive, self._log]
         words = (
             recovering,
             "" if reached is None else reached,
@@ -307,7 +318,7 @@ class SharedModel:
     @_reading
     def beat(self, node: str, report: Mapping[str, Any] | None) -> dict[str, dict[str, Any]]:
         """Report that a node is there (None: only read), and return the reports of all such nodes."""
-        keys = [self._nodes, self._alive, self._current]
+        keys = [self._nodes, self._alive, self._current, self._log]
         found = self._run(scripts.BEAT, keys, node, "" if report is None else json.dumps(report))
         return {name: _object(text) for name, text in _pairs(found).items()}
 
@@ -321,6 +332,14 @@ class SharedModel:
 def model_names(cluster: Commands) -> list[str]:
     """The names of a cluster's models, sorted."""
     return sorted(name.decode() for name in cluster.call("SMEMBERS", MODELS))
+
+
+def owed_text(model: str, seq: int) -> str:
+    """How a delta is described that the cluster has lost, except for some of its rows."""
+    return (
+        f"delta {seq} of {model!r} was acknowledged with other content, of which rows are in the cluster, before its "
+        "log was lost: send that content, or load a newer snapshot"
+    )
 
 
 def order_text(order: ServingOrder) -> str:
@@ -361,11 +380,24 @@ def line_text(line: int) -> str:
     return str(line) if line else ""
 
 
+def _owed_of(fields: Mapping[str, bytes]) -> int | None:
+    """The delta that is owed, if it is the next one of the log."""
+    named = fields.get("owed", b"").partition(b" ")[0]
+    owed = _natural(named) if named else None
+    return owed if owed is not None and owed == _natural(fields.get("seq") or 0) + 1 else None
+
+
 def _text(record: Mapping[str, Any] | None) -> str:
     return "" if record is None else json.dumps(record, sort_keys=True, separators=(",", ":"))
 
 
 def _pairs(reply: Any) -> dict[str, Any]:
-    """A hash as the driver returns it (a mapping, or names and values in turn), as a dict."""
+    """A hash as the driver returns it (a mapping, or names and values in turn), as a dict.
+
+    Kvrocks answers nil for an empty value of a stream's entry.
+    """
     items = reply.items() if isinstance(reply, Mapping) else zip(reply[::2], reply[1::2], strict=True)
-    return {name.decode() if isinstance(name, bytes) else str(name): value for name, value in items}
+    return {
+        name.decode() if isinstance(name, bytes) else str(name): b"" if value is None else value
+        for name, value in items
+    }

@@ -19,10 +19,11 @@ class Pointer:
     `canary` one that gets `share` (0 to 1) of the requests, `wanted` one that all nodes should make ready. `seq` is the
     newest delta of the log. `marks`: by version, the seq that all of its rows have reached. `line` is of the current
     version: it changes if its rows are replaced without a delta. `digest` is that of the delta `seq`, None if unknown.
-    `server` changes if another server has the pointer, which may lack acknowledged deltas; the model is `recovering`
-    then until all nodes have put back what they have. `undone`: the deltas that rollbacks have undone, and the lines of
-    versions. `rollback`: the delta to which the model is being rolled back; `refused`: why the last one was impossible.
-    `deactivated`: nothing is to serve, and that is known.
+    `server` changes if another server has the pointer, or a node upstream other deltas than before; it may lack
+    acknowledged ones. A model that is not upstream is `recovering` then until all nodes have put back what they have.
+    `owed`: the next delta, if it was acknowledged and is lost except for some of its rows. `undone`: the deltas that
+    rollbacks have undone, and the lines of versions. `rollback`: the delta to which the model is being rolled back;
+    `refused`: why the last one was impossible. `deactivated`: nothing is to serve, and that is known.
     """
 
     generation: int = 0
@@ -41,6 +42,7 @@ class Pointer:
     rollback: int | None = None
     refused: str = ""
     deactivated: bool = False
+    owed: int | None = None
 
     def order_of(self, versions: Iterable[int]) -> ServingOrder:
         """The order in which versions served, out of `versions` by their number where it is not known."""

@@ -77,6 +77,7 @@ class Follower:
         self._reported: tuple[float, dict[str, Any]] = (0.0, {})
         self._seen: tuple[str, int] = ("", -1)  # the pointer's server and generation: another server may count again
         self._put_back_to = ""  # the server that has everything that this node has
+        self._history = ""  # the pointer's server, where this node's log is of its deltas alone
         self._looked_s = time.monotonic()
 
     # --- start and stop
@@ -189,6 +190,7 @@ class Follower:
         with self.changed:
             self.pointer = pointer
             self.changed.notify_all()
+        self._check_history(pointer)
         try:
             self._check_digest(pointer)
             self._put_back(pointer)
@@ -245,6 +247,14 @@ class Follower:
             assert digest is not None
             if self.shared.put_back(seq, digest, data, local.digest(seq - 1)):
                 log.warning("model %s: the cluster had lost delta %d; it is put back", self.model.name, seq)
+
+    def _check_history(self, pointer: Pointer) -> None:
+        """Begin again if a node upstream has other deltas than before: some may be in memory here."""
+        if self.shared.forgetful or pointer.server == self._history:
+            return
+        if pointer.current is not None and self.model.state.log.start is not None:
+            self._begin_again(pointer, "a node upstream was built anew, and has other deltas than before")
+        self._history = pointer.server
 
     def _check_digest(self, pointer: Pointer) -> None:
         """Forked if the newest delta of the cluster differs from this node's."""

@@ -7,7 +7,7 @@ A partition counts if a node that answers owns it; a node that does not answer d
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import numpy as np
@@ -38,18 +38,22 @@ class VersionState:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReportedModel:
-    """A model as one node reports it. `log`: (start, last), None if it has not begun. `own` bool[partitions]."""
+    """A model as one node reports it. `log`: (start, last), None if it has not begun. `own` bool[partitions].
+
+    `digests`: by seq, of its newest deltas and of the one that the front serves.
+    """
 
     active: int | None
     log: tuple[int, int] | None
     versions: Mapping[int, VersionState]
     own: Partitions
+    digests: Mapping[int, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, model: ModelDocument) -> ReportedModel:
         versions = {number: VersionState(of.line, of.seq) for number, of in model.versions.items()}
         own = np.ones(1, np.bool_) if model.partitions is None else model.partitions.is_own
-        return cls(model.active, model.log, versions, own)
+        return cls(model.active, model.log, versions, own, model.digests)
 
 
 class _VersionDocument(Document):
@@ -64,6 +68,7 @@ class ModelDocument(Document):
     log: tuple[Seq, Seq] | None
     versions: dict[Seq, _VersionDocument]
     partitions: Annotated[types.Partitions, PlainValidator(_partitions)] | None = None
+    digests: dict[Seq, Annotated[str, Field(max_length=64)]] = Field(default_factory=dict)  # none by earlier releases
 
 
 class ModelsDocument(Document):

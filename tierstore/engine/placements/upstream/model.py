@@ -37,6 +37,7 @@ from tierstore.tiers.upstream.table import Ownership
 from tierstore.tiers.upstream.wire import PREFIX
 
 FILE_TIMEOUT_S = 60.0
+MOST_DIGESTS = 1024  # of a node's deltas, that are compared with what it says later
 MOST_FILES = 10_000
 FILES_BYTES = 4 << 30  # of all side files of a version: the dense part is the largest
 T = TypeVar("T")
@@ -66,6 +67,8 @@ class UpstreamModel:
         self._pointer = Pointer()
         self._seen: object = None
         self._lines: dict[int, str] = {}
+        self._digests = [dict[int, str]() for _ in watches]  # by node, what it has said of its deltas
+        self._built_anew = 0  # how often a node has had other deltas than before
         self._records: dict[tuple[int, str], dict[str, Any]] = {}
         # replaced in one step, by any thread
         self._owned: tuple[list[ReportedModel | None], dict[tuple[int, str], Ownership]] = [], {}
@@ -82,17 +85,33 @@ class UpstreamModel:
         if (problem := problem_of(states)) is not None:
             raise StorageError(problem)
         with self._lock:
+            self._compare_digests(states)
             choice = choose(states, self._served(), self._lines)
             self._lines.update(choice.lines)
             line = (
                 "" if choice.current is None else choice.lines.get(choice.current, self._lines.get(choice.current, ""))
             )
             seen = choice.current, choice.wanted, line, self._wanted_versions(choice)
-            pointer = Pointer(self._pointer.generation, choice.current, choice.wanted, choice.seq, choice.marks, line)
+            pointer = Pointer(
+                self._pointer.generation, choice.current, choice.wanted, choice.seq, choice.marks, line,
+                server=str(self._built_anew or ""),
+            )  # fmt: skip
             if seen != self._seen:
                 self._seen, pointer = seen, replace(pointer, generation=self._pointer.generation + 1)
             self._pointer = pointer
             return pointer
+
+    def _compare_digests(self, states: Sequence[ReportedModel | None]) -> None:
+        """Notice a node that has another delta under a seq than it had: it has lost its data, and was built anew."""
+        for state, known in zip(states, self._digests, strict=True):
+            if state is None:
+                continue
+            if any(known.get(seq, digest) != digest for seq, digest in state.digests.items()):
+                self._built_anew += 1
+                known.clear()
+            known.update(state.digests)
+            for seq in sorted(known)[:-MOST_DIGESTS]:
+                del known[seq]
 
     def pointer_from_now(self) -> Pointer:
         """See `Followed`: reports are otherwise as old as the last look."""
