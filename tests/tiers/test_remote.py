@@ -32,7 +32,6 @@ from tierstore.formats.keys import partition_of
 from tierstore.tiers.disk.reader_pool import ReaderPool
 from tierstore.tiers.joining import NO_LIMIT
 from tierstore.tiers.machines import Options
-from tierstore.tiers.remote import write
 from tierstore.tiers.remote.calls import call, command
 from tierstore.tiers.remote.cluster import Cluster, connect
 from tierstore.tiers.remote.layout import slot_of, watermark_key
@@ -307,7 +306,7 @@ def test_rows_of_two_deltas_with_one_seq_are_refused(loaded: Loaded, monkeypatch
     assert loaded.writer.apply_delta(1, 6, [change], "a1") == [False] * 6
     with pytest.raises(Corruption, match="another delta 6"):
         loaded.writer.apply_delta(1, 6, [change], "b2")
-    monkeypatch.setattr(write, "_DELTA_BYTES", 1000)
+    monkeypatch.setattr(loaded.writer, "_script_bytes", 1000)
     run, begun = Writer._run, set[int]()
 
     def only_first(self: Writer, tag: int, *words: Any) -> int:  # of each tag: all have begun when it ends
@@ -349,7 +348,7 @@ def test_seqs_are_compared_to_the_last_digit(loaded: Loaded, at: int) -> None:
 def test_a_large_delta_that_was_broken_off_shows_and_is_done_again(
     loaded: Loaded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(write, "_DELTA_BYTES", 1000)
+    monkeypatch.setattr(loaded.writer, "_script_bytes", 1000)
     change = loaded.change(loaded.keys, some_rows(loaded.keys, 9), np.arange(len(loaded.keys)) % 5 == 0)
     run, calls = Writer._run, itertools.count()
 
@@ -377,7 +376,7 @@ def test_a_large_delta_that_was_broken_off_shows_and_is_done_again(
 
 def test_what_is_read_is_never_outside_its_watermarks(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every row tells its delta. Deltas go in many chunks while threads read."""
-    monkeypatch.setattr(write, "_DELTA_BYTES", 2000)
+    monkeypatch.setattr(loaded.writer, "_script_bytes", 2000)
     loaded.writer.apply_delta(1, 6, [loaded.change(loaded.keys, some_rows(loaded.keys, 6))])
     tags, stop = partition_of(loaded.keys, 6), threading.Event()
 

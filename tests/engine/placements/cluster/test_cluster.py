@@ -67,7 +67,7 @@ def test_a_cluster_that_removes_keys_when_its_memory_is_full_is_a_problem_until_
         store.close()
         evicting.call("CONFIG", "SET", "maxmemory", 1 << 40)
         store = open_node("b")
-        assert f"{evicting.address} (allkeys-lru)" in str(problem(store))
+        assert f"maxmemory-policy is allkeys-lru ({evicting.address})" in str(problem(store))
         assert "CONFIG SET maxmemory-policy noeviction" in caplog.text
         assert store.status()["remote"]["reachable"]
         evicting.call("CONFIG", "SET", "maxmemory-policy", "noeviction")
