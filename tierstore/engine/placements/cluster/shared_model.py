@@ -219,7 +219,7 @@ class SharedModel:
     def _append(self, seq: int, digest: str, data: bytes | memoryview, after: str | None, *, again: bool) -> bool:
         keys = [self._current, self._log, self._nodes, self._alive]
         words = (seq, seq - 1, digest, int(time.time() * 1000), bytes(data), after or "", int(again))
-        outcome, last, there = (of.decode() for of in self._run(scripts.APPEND, keys, *words))
+        outcome, last, there = ((of or b"").decode() for of in self._run(scripts.APPEND, keys, *words))
         what = f"delta {seq} of {self.name!r}"
         if outcome == "appended":
             return True
@@ -353,6 +353,12 @@ def _text(record: Mapping[str, Any] | None) -> str:
 
 
 def _pairs(reply: Any) -> dict[str, Any]:
-    """A hash as the driver returns it (a mapping, or names and values in turn), as a dict."""
+    """A hash as the driver returns it (a mapping, or names and values in turn), as a dict.
+
+    Kvrocks answers nil for an empty value of a stream's entry.
+    """
     items = reply.items() if isinstance(reply, Mapping) else zip(reply[::2], reply[1::2], strict=True)
-    return {name.decode() if isinstance(name, bytes) else str(name): value for name, value in items}
+    return {
+        name.decode() if isinstance(name, bytes) else str(name): b"" if value is None else value
+        for name, value in items
+    }
