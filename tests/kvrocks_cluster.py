@@ -112,7 +112,9 @@ class KvrocksCluster(RedisCluster):
     def replicate(self, masters: Sequence[Server] | None = None) -> None:
         for master in self.masters() if masters is None else masters:
             replica, upto = self._replica_of(master), master.written  # type: ignore[attr-defined]
-            wait_for(lambda replica=replica, upto=upto: replica.written >= upto, "the replica to have everything so far")
+            wait_for(
+                lambda replica=replica, upto=upto: replica.written >= upto, "the replica to have everything so far"
+            )
 
     def cut_replica(self, master: Server) -> Server:
         """The replica is told that its master is where nothing listens."""

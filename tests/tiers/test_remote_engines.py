@@ -57,9 +57,7 @@ def server(
         yield made
 
 
-def inspected(
-    info: Mapping[str, Mapping[str, str]], settings: Mapping[str, str] | None
-) -> Inspection:
+def inspected(info: Mapping[str, Mapping[str, str]], settings: Mapping[str, str] | None) -> Inspection:
     with server(info, settings) as made:
         cluster = connect(f"redis://127.0.0.1:{made.port}", PATIENT)
         try:

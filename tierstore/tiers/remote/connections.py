@@ -146,7 +146,9 @@ def explain_error(address: ServerAddress | Endpoints, error: Exception) -> Confi
     if any(one in text for one in _REFUSED):
         return explain_error(address, redis.AuthenticationError(text))
     if "admin permission" in text.lower():
-        return ConfigError(f"{address} takes this password, but not for a cluster ({text}): give that of its requirepass")
+        return ConfigError(
+            f"{address} takes this password, but not for a cluster ({text}): give that of its requirepass"
+        )
     if "cluster support disabled" in text or "Cluster mode is not enabled" in text:
         return ConfigError(
             f"{address} is not part of a cluster: expected a server that was started with cluster-enabled yes"

@@ -16,7 +16,12 @@ from tierstore.tiers.answers import reading
 from tierstore.tiers.remote.connections import Connections, driver
 from tierstore.tiers.remote.options import ServerAddress
 
-_NAMED_BY = {"kvrocks_version": "kvrocks", "valkey_version": "valkey", "dragonfly_version": "dragonfly", "garnet_version": "garnet"}
+_NAMED_BY = {
+    "kvrocks_version": "kvrocks",
+    "valkey_version": "valkey",
+    "dragonfly_version": "dragonfly",
+    "garnet_version": "garnet",
+}
 _OLDEST = {  # that the commands exist in: XTRIM MINID, and XRANGE with a bound that is left out
     "redis": (6, 2),
     "valkey": (7, 2),
@@ -133,7 +138,9 @@ class _Server:
 def _findings(engine: Engine, server: _Server) -> Iterator[Finding]:
     if engine.is_old:
         oldest = ".".join(map(str, _OLDEST[engine.name]))
-        yield Finding(f"{engine} is too old", f"expected {oldest} or newer, which has the commands that the log of deltas takes")
+        yield Finding(
+            f"{engine} is too old", f"expected {oldest} or newer, which has the commands that the log of deltas takes"
+        )
     yield from _DURABILITY.get(engine.name, _of_redis)(server)
 
 
@@ -146,7 +153,9 @@ def _of_redis(server: _Server) -> Iterator[Finding]:
             f"on each server: CONFIG SET maxmemory-policy {_KEEPS_ALL}, and the same in its file of settings",
             loses=True,
         )
-    has_log = server.setting("appendonly") or {"0": "no", "1": "yes"}.get(server.info("persistence").get("aof_enabled", ""))
+    has_log = server.setting("appendonly") or {"0": "no", "1": "yes"}.get(
+        server.info("persistence").get("aof_enabled", "")
+    )
     if has_log == "no":
         kept = "only what its last snapshot has" if server.setting("save") else "nothing"
         yield Finding(

@@ -353,7 +353,9 @@ class Read:
 
     def _error(self, pending: list[int]) -> RemoteUnavailable:
         keys = np.sort(np.concatenate([self._codes[self._places(piece)] for piece in pending]))
-        failures = [failure for piece in pending for failure in (self._failures[piece], self._behind.get(piece)) if failure]
+        failures = [
+            failure for piece in pending for failure in (self._failures[piece], self._behind.get(piece)) if failure
+        ]
         reasons = dict.fromkeys(map(str, failures))
         return RemoteUnavailable(
             f"{len(keys)} keys of {self._table} could not be read: {'; '.join(list(reasons)[:3])}", keys=keys.tolist()
