@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from tests.redis_cluster import NODE_TIMEOUT_MS, SERVER, SLOTS, RedisCluster, Server, free_ports, raw, wait_for
+from tests.redis_cluster import NODE_TIMEOUT_MS, SLOTS, RedisCluster, Server, free_ports, raw, wait_for
 
 
 class KvrocksServer(Server):
@@ -35,7 +35,7 @@ class KvrocksServer(Server):
             settings |= {"requirepass": self.password, "masterauth": self.password}
         file = self.directory / "kvrocks.conf"
         file.write_text("".join(f"{name} {_quoted(str(value))}\n" for name, value in settings.items()))
-        return [str(SERVER), "-c", str(file)]
+        return [str(self.program), "-c", str(file)]
 
     def is_master(self) -> bool:
         return self.call("ROLE")[0] == b"master"
@@ -68,7 +68,7 @@ class KvrocksCluster(RedisCluster):
             server.call("CLUSTERX", "SETNODEID", server.node_id)
         for number in range(count):
             self._slots[number] = {*range(SLOTS * number // count, SLOTS * (number + 1) // count)}
-            self._master_of[count + number] = number
+        self._master_of = {number: number % count for number in range(count, len(self.servers))}
         self._publish()
         self.wait_until_ok()
         self._watching.start()

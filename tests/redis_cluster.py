@@ -42,9 +42,9 @@ _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 
 
 @functools.cache
-def engine() -> str:
-    """What SERVER is: `redis`, `valkey` or `kvrocks`."""
-    said = subprocess.run([str(SERVER), "--version"], capture_output=True, text=True, timeout=60).stdout.lower()
+def engine(program: str | None = SERVER) -> str:
+    """What a program of servers is: `redis`, `valkey` or `kvrocks`."""
+    said = subprocess.run([str(program), "--version"], capture_output=True, text=True, timeout=60).stdout.lower()
     return next((name for name in ("kvrocks", "valkey") if name in said), "redis")
 
 
@@ -95,6 +95,7 @@ class Server:
     in_cluster: bool = True
     tls: Pair | None = None
     authority: Path | None = None
+    program: str | None = SERVER
     process: subprocess.Popen[bytes] | None = None
     node_id: str = ""
     _client: Any = field(default=None, repr=False)
@@ -122,7 +123,7 @@ class Server:
 
     def _command(self) -> list[str]:
         command = [
-            str(SERVER),
+            str(self.program),
             "--tls-port" if self.tls else "--port",
             str(self.port),
             "--bind",
@@ -195,19 +196,34 @@ class RedisCluster:
     kind: type[Server] = Server
 
     def __init__(
-        self, directory: Path, *, masters: int = 3, password: str | None = None, authority: Authority | None = None
+        self,
+        directory: Path,
+        *,
+        masters: int = 3,
+        replicas: int = 1,
+        password: str | None = None,
+        authority: Authority | None = None,
+        program: str | None = SERVER,
     ) -> None:
         self.directory, self.password, self.masters_count = directory, password, masters
         self.authority = authority.ca if authority else None
         pair = authority.issue("redis") if authority else None
-        ports = free_ports(4 * masters)
+        count = masters * (1 + replicas)
+        ports = free_ports(2 * count)
         self.servers = []
-        for number in range(2 * masters):
+        for number in range(count):
             home = directory / f"server-{number}"
             home.mkdir()
             self.servers.append(
                 self.kind(
-                    number, ports[2 * number], ports[2 * number + 1], home, password, tls=pair, authority=self.authority
+                    number,
+                    ports[2 * number],
+                    ports[2 * number + 1],
+                    home,
+                    password,
+                    tls=pair,
+                    authority=self.authority,
+                    program=program,
                 )
             )
 
@@ -237,8 +253,8 @@ class RedisCluster:
         ids = {server.node_id for server in self.servers}
         for server in self.servers:
             wait_for(lambda server=server: ids <= {line[0] for line in server.nodes()}, "all servers to have met")
-        for master, replica in zip(masters, replicas, strict=True):
-            replica.call("CLUSTER", "REPLICATE", master.node_id)
+        for number, replica in enumerate(replicas):
+            replica.call("CLUSTER", "REPLICATE", masters[number % len(masters)].node_id)
         self.wait_until_ok()
 
     def wait_until_ok(self, seconds: float = WAIT_S) -> None:
@@ -257,7 +273,8 @@ class RedisCluster:
                 role = server.call("ROLE")
                 if role[0] == b"slave" and role[3] != b"connected":
                     return False
-                if role[0] == b"master" and not role[2] and all(one.process for one in self.servers):
+                is_alone = role[0] == b"master" and not role[2] and len(self.servers) > self.masters_count
+                if is_alone and all(one.process for one in self.servers):
                     return False
             return True
 
@@ -334,19 +351,26 @@ def raw(server: Server, *words: str) -> bytes:
 
 @contextmanager
 def redis_cluster(
-    *, masters: int = 3, password: str | None = None, authority: Authority | None = None
+    *,
+    masters: int = 3,
+    replicas: int = 1,
+    password: str | None = None,
+    authority: Authority | None = None,
+    program: str | None = SERVER,
 ) -> Iterator[RedisCluster]:
     """A running cluster. Skips the test if there is no `redis-server` (Debian's package of that name) or no redis-py."""
-    if SERVER is None:
+    if program is None:
         pytest.skip("needs redis-server or valkey-server (Debian: apt-get install redis-server)")
-    if authority is not None and b"SSL_" not in Path(SERVER).read_bytes():
-        pytest.skip(f"{SERVER} was built without TLS")
+    if authority is not None and b"SSL_" not in Path(program).read_bytes():
+        pytest.skip(f"{program} was built without TLS")
     pytest.importorskip("redis", reason="needs redis-py: pip install 'tierstore[redis]'")
     from tests.kvrocks_cluster import KvrocksCluster
 
-    kind = KvrocksCluster if engine() == "kvrocks" else RedisCluster
+    kind = KvrocksCluster if engine(program) == "kvrocks" else RedisCluster
     with tempfile.TemporaryDirectory(prefix="tierstore-redis-") as directory:
-        cluster = kind(Path(directory), masters=masters, password=password, authority=authority)
+        cluster = kind(
+            Path(directory), masters=masters, replicas=replicas, password=password, authority=authority, program=program
+        )
         try:
             cluster.start()
             yield cluster

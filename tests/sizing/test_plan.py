@@ -190,7 +190,9 @@ def test_a_cluster_on_ssd_is_as_large_as_its_rows_and_the_reads_that_its_drives_
     in_memory = next(one for one in plan(load(9e9), Machine()).designs if one.name == "cluster")
     assert price < in_memory.monthly
     text, busy, why = behind(9e9, 2000)
-    node = next(one for one in plan(load(9e9, qps=2000), Machine(memory=256 * GIB, cores=64)).designs if one.name == "cluster")
+    node = next(
+        one for one in plan(load(9e9, qps=2000), Machine(memory=256 * GIB, cores=64)).designs if one.name == "cluster"
+    )
     keys = node.nodes * node.node.reads
     assert text.endswith(f"on {2 * math.ceil(keys / 70_000)} machines")
     assert "decided by the drive" in why

@@ -39,8 +39,8 @@ REMOTE_KEY_CPU_S = (
 )
 REDIS_KEY_CPU_S = 0.95e-6  # of the cluster (same page)
 REDIS_ROW_BYTES = 72  # beyond the row, of a field of a hash with 8-byte fields: 136 for rows of 64 (same page)
-# of an engine that has its rows on SSD (Kvrocks): bytes beyond the row, 114 for rows of 64; its processors for a key, at 256 keys a
-# command; and of its memory the filters and the index of a row, by its settings (docs/decisions/beyond-one-machine.md)
+# of an engine that has its rows on SSD (Kvrocks): bytes beyond the row, 114 for rows of 64; its processors for a key,
+# at 256 keys a command; and memory for filters and index of a row (docs/decisions/beyond-one-machine.md)
 SSD_ENGINE_ROW_BYTES, SSD_ENGINE_KEY_CPU_S, SSD_ENGINE_INDEX_BYTES = 50, 10e-6, 1.5
 FRONT_SHARE = 0.25  # of the memory for rows of a machine that is an owner and a front
 LOAD_ROWS_S = 3.1e6  # rows a second of a load of 400 million (docs/benchmarks.md)
@@ -388,10 +388,10 @@ def _cluster_on_ssd(load: Load, machine: Machine, nodes: int | None, prices: Pri
     else:
         monthly += 2 * masters * prices.nodes[machine.kind].price
     notes = [
-        f"{SSD_ENGINE_ROW_BYTES} bytes a row beyond the vector, a replica, and {1 + load.keep_versions} versions are assumed; measured "
-        "once, on a release of 2024",
-        f"the cluster answers {keys:,.0f} keys a second, each a read of a drive, for which its masters need {cores:,.1f} cores; "
-        f"their number is decided by the {max(needs, key=lambda name: needs[name])}",
+        f"{SSD_ENGINE_ROW_BYTES} bytes a row beyond the vector, a replica, and {1 + load.keep_versions} versions are "
+        "assumed; measured once, on a release of 2024",
+        f"the cluster answers {keys:,.0f} keys a second, each a read of a drive, for which its masters need "
+        f"{cores:,.1f} cores; their number is decided by the {max(needs, key=lambda name: needs[name])}",
     ]
     text = f"a cluster of Kvrocks with {2 * disk / GIB:,.0f} GiB of SSD on {2 * masters:,} machines"
     return Design(ON_SSD, machine, nodes, node, away, text, _all_limits(node, away, machine), monthly, notes)

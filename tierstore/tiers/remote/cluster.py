@@ -16,7 +16,7 @@ from tierstore.errors import ConfigError, RemoteUnavailable, StorageError
 from tierstore.tiers.answers import reading
 from tierstore.tiers.machines import Options
 from tierstore.tiers.remote.connections import Connections, driver, explain_error
-from tierstore.tiers.remote.engines import Engine, Inspection, ask_engine, inspect
+from tierstore.tiers.remote.engines import Engine, Inspection, ask_engine, look_at_engines
 from tierstore.tiers.remote.layout import SLOTS, choose_tags
 from tierstore.tiers.remote.options import Endpoints, ServerAddress, parse_server_urls, port_of
 
@@ -202,7 +202,7 @@ class Cluster:
 
     def inspect(self, deadline_s: float) -> Inspection:
         """What the masters run, and what of their settings would lose rows or deltas, as far as they say."""
-        return inspect(self.connections, list(self.masters()), deadline_s)
+        return look_at_engines(self.connections, list(self.masters()), deadline_s)
 
     def _read_engine(self) -> Engine:
         """What the first master that says it runs; Redis if none does."""

@@ -82,7 +82,7 @@ def engine_of(said: Mapping[str, str]) -> Engine:
     return Engine("redis", said.get("redis_version", ""))
 
 
-def inspect(connections: Connections, addresses: list[ServerAddress], deadline_s: float) -> Inspection:
+def look_at_engines(connections: Connections, addresses: list[ServerAddress], deadline_s: float) -> Inspection:
     """Ask each of these servers, until the deadline of `time.monotonic`."""
     engines: dict[Engine, None] = {}
     found: dict[Finding, list[ServerAddress]] = defaultdict(list)
