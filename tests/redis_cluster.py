@@ -111,7 +111,12 @@ class Server:
 
         if self._client is None:
             self._client = redis.Redis(
-                host="127.0.0.1", port=self.port, password=self.password, socket_timeout=10, **self._tls_options()
+                host="127.0.0.1",
+                port=self.port,
+                password=self.password,
+                protocol=2,
+                socket_timeout=10,
+                **self._tls_options(),
             )
         return self._client
 
