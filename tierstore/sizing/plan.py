@@ -39,9 +39,9 @@ REMOTE_KEY_CPU_S = (
 )
 REDIS_KEY_CPU_S = 0.95e-6  # of the cluster (same page)
 REDIS_ROW_BYTES = 72  # beyond the row, of a field of a hash with 8-byte fields: 136 for rows of 64 (same page)
-# of an engine that has its rows on SSD (Kvrocks): bytes beyond the row, 114 for rows of 64; its processors for a key,
+# of an engine that has its rows on SSD (Kvrocks): bytes beyond the row, 121 for rows of 64; its processors for a key,
 # at 256 keys a command; and memory for filters and index of a row (docs/decisions/beyond-one-machine.md)
-SSD_ENGINE_ROW_BYTES, SSD_ENGINE_KEY_CPU_S, SSD_ENGINE_INDEX_BYTES = 50, 10e-6, 1.5
+SSD_ENGINE_ROW_BYTES, SSD_ENGINE_KEY_CPU_S, SSD_ENGINE_INDEX_BYTES = 57, 15e-6, 1.5
 FRONT_SHARE = 0.25  # of the memory for rows of a machine that is an owner and a front
 LOAD_ROWS_S = 3.1e6  # rows a second of a load of 400 million (docs/benchmarks.md)
 LOAD_START_S = 2.0  # until helpers read, and until the version is on record; 10 million rows take 4.8 s in all (README)
