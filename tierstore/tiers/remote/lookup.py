@@ -135,7 +135,7 @@ class Read:
         return self._order[self._starts[piece] : self._starts[piece + 1]]
 
     def _slot(self, piece: int) -> int:
-        return self._table.slots[self._tags[piece]]
+        return self._table.slots[int(self._tags[piece])]
 
     def _assign(
         self, pieces: Iterable[int], deadline_s: float, *, first: bool
