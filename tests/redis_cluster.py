@@ -5,13 +5,15 @@
         with redis_cluster() as cluster:
             yield cluster
 
-TIERSTORE_TEST_REDIS names another server than that on the PATH, such as Valkey's (`make test-valkey`). `cluster.url` is what `--remote` and `connect` take. Start and restart servers from the main thread: the kernel ends each
+TIERSTORE_TEST_REDIS names another server than that on the PATH, such as Valkey's (`make test-valkey`) or Kvrocks's (`make test-kvrocks`,
+`tests/kvrocks_cluster.py`). `cluster.url` is what `--remote` and `connect` take. Start and restart servers from the main thread: the kernel ends each
 of them when the thread that started it ends, so that none is left behind by a test run that was killed.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import random
 import shutil
@@ -20,7 +22,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +39,18 @@ SLOTS = 16384
 WAIT_S = 60.0
 NODE_TIMEOUT_MS = 2000
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
+
+
+@functools.cache
+def engine(program: str | None = SERVER) -> str:
+    """What a program of servers is: `redis`, `valkey` or `kvrocks`."""
+    said = subprocess.run([str(program), "--version"], capture_output=True, text=True, timeout=60).stdout.lower()
+    return next((name for name in ("kvrocks", "valkey") if name in said), "redis")
+
+
+def needs_engine(*names: str, reason: str) -> pytest.MarkDecorator:
+    """Marks a test of what only these engines have."""
+    return pytest.mark.skipif(SERVER is not None and engine() not in names, reason=reason)
 
 
 def end_with_parent() -> None:
@@ -81,6 +95,7 @@ class Server:
     in_cluster: bool = True
     tls: Pair | None = None
     authority: Path | None = None
+    program: str | None = SERVER
     process: subprocess.Popen[bytes] | None = None
     node_id: str = ""
     _client: Any = field(default=None, repr=False)
@@ -96,7 +111,12 @@ class Server:
 
         if self._client is None:
             self._client = redis.Redis(
-                host="127.0.0.1", port=self.port, password=self.password, socket_timeout=10, **self._tls_options()
+                host="127.0.0.1",
+                port=self.port,
+                password=self.password,
+                protocol=2,
+                socket_timeout=10,
+                **self._tls_options(),
             )
         return self._client
 
@@ -106,9 +126,9 @@ class Server:
     def call(self, *words: Any) -> Any:
         return self.client.execute_command(*words)
 
-    def start(self) -> None:
+    def _command(self) -> list[str]:
         command = [
-            str(SERVER),
+            str(self.program),
             "--tls-port" if self.tls else "--port",
             str(self.port),
             "--bind",
@@ -127,14 +147,17 @@ class Server:
             command += ["--port", "0", "--tls-cluster", "yes", "--tls-replication", "yes", "--tls-auth-clients", "no"]
             command += ["--tls-cert-file", str(self.tls.cert), "--tls-key-file", str(self.tls.key)]
             command += ["--tls-ca-cert-file", str(self.authority)]
+        return command
+
+    def start(self) -> None:
         self.process = subprocess.Popen(
-            command,
+            self._command(),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             preexec_fn=end_with_parent,
         )
-        wait_for(lambda: self.client.ping(), f"redis-server on {self.address}; its log is in {self.directory}")
+        wait_for(lambda: self.client.ping(), f"the server on {self.address}; its log is in {self.directory}")
 
     def kill(self) -> None:
         """End it at once (SIGKILL), as a crash does."""
@@ -175,20 +198,37 @@ class Server:
 class RedisCluster:
     """Servers 0 to 2 are masters at first, 3 to 5 their replicas in this order."""
 
+    kind: type[Server] = Server
+
     def __init__(
-        self, directory: Path, *, masters: int = 3, password: str | None = None, authority: Authority | None = None
+        self,
+        directory: Path,
+        *,
+        masters: int = 3,
+        replicas: int = 1,
+        password: str | None = None,
+        authority: Authority | None = None,
+        program: str | None = SERVER,
     ) -> None:
         self.directory, self.password, self.masters_count = directory, password, masters
         self.authority = authority.ca if authority else None
         pair = authority.issue("redis") if authority else None
-        ports = free_ports(4 * masters)
+        count = masters * (1 + replicas)
+        ports = free_ports(2 * count)
         self.servers = []
-        for number in range(2 * masters):
+        for number in range(count):
             home = directory / f"server-{number}"
             home.mkdir()
             self.servers.append(
-                Server(
-                    number, ports[2 * number], ports[2 * number + 1], home, password, tls=pair, authority=self.authority
+                self.kind(
+                    number,
+                    ports[2 * number],
+                    ports[2 * number + 1],
+                    home,
+                    password,
+                    tls=pair,
+                    authority=self.authority,
+                    program=program,
                 )
             )
 
@@ -218,8 +258,8 @@ class RedisCluster:
         ids = {server.node_id for server in self.servers}
         for server in self.servers:
             wait_for(lambda server=server: ids <= {line[0] for line in server.nodes()}, "all servers to have met")
-        for master, replica in zip(masters, replicas, strict=True):
-            replica.call("CLUSTER", "REPLICATE", master.node_id)
+        for number, replica in enumerate(replicas):
+            replica.call("CLUSTER", "REPLICATE", masters[number % len(masters)].node_id)
         self.wait_until_ok()
 
     def wait_until_ok(self, seconds: float = WAIT_S) -> None:
@@ -238,7 +278,8 @@ class RedisCluster:
                 role = server.call("ROLE")
                 if role[0] == b"slave" and role[3] != b"connected":
                     return False
-                if role[0] == b"master" and not role[2] and all(one.process for one in self.servers):
+                is_alone = role[0] == b"master" and not role[2] and len(self.servers) > self.masters_count
+                if is_alone and all(one.process for one in self.servers):
                     return False
             return True
 
@@ -268,6 +309,11 @@ class RedisCluster:
         for server in (target, source, *(one for one in self.masters() if one not in (source, target))):
             server.call("CLUSTER", "SETSLOT", slot, "NODE", target.node_id)
 
+    def replicate(self, masters: Sequence[Server] | None = None) -> None:
+        """Until a replica of each of these masters (all, if none are named) has everything that was written so far."""
+        for master in self.masters() if masters is None else masters:
+            wait_for(lambda master=master: master.call("WAIT", 1, 1000), "a replica to have everything so far")
+
     def cut_replica(self, master: Server) -> Server:
         """From now on the replica of a master gets nothing of what is written to it. Returns the replica."""
         replica = next(one for one in self.running() if not one.is_master() and one.master_id() == master.node_id)
@@ -276,11 +322,15 @@ class RedisCluster:
         wait_for(lambda: replica.call("ROLE")[3] != b"connected", "the replica to be cut off")
         return replica
 
+    def join_replica(self, replica: Server) -> None:
+        """The end of `cut_replica`."""
+        replica.call("CONFIG", "SET", "masteruser", "", "masterauth", "")
+
     def lose(self, master: Server, replica: Server) -> None:
         """End a master whose replica was cut off. Returns once the replica is the master, without what was written since."""
         master.kill()
         wait_for(lambda: replica.is_master() and replica.slots(), "the failover")
-        replica.call("CONFIG", "SET", "masteruser", "", "masterauth", "")
+        self.join_replica(replica)
 
     def flush(self) -> None:
         for server in self.masters():
@@ -306,16 +356,26 @@ def raw(server: Server, *words: str) -> bytes:
 
 @contextmanager
 def redis_cluster(
-    *, masters: int = 3, password: str | None = None, authority: Authority | None = None
+    *,
+    masters: int = 3,
+    replicas: int = 1,
+    password: str | None = None,
+    authority: Authority | None = None,
+    program: str | None = SERVER,
 ) -> Iterator[RedisCluster]:
     """A running cluster. Skips the test if there is no `redis-server` (Debian's package of that name) or no redis-py."""
-    if SERVER is None:
+    if program is None:
         pytest.skip("needs redis-server or valkey-server (Debian: apt-get install redis-server)")
-    if authority is not None and b"SSL_" not in Path(SERVER).read_bytes():
-        pytest.skip(f"{SERVER} was built without TLS")
+    if authority is not None and b"SSL_" not in Path(program).read_bytes():
+        pytest.skip(f"{program} was built without TLS")
     pytest.importorskip("redis", reason="needs redis-py: pip install 'tierstore[redis]'")
+    from tests.kvrocks_cluster import KvrocksCluster
+
+    kind = KvrocksCluster if engine(program) == "kvrocks" else RedisCluster
     with tempfile.TemporaryDirectory(prefix="tierstore-redis-") as directory:
-        cluster = RedisCluster(Path(directory), masters=masters, password=password, authority=authority)
+        cluster = kind(
+            Path(directory), masters=masters, replicas=replicas, password=password, authority=authority, program=program
+        )
         try:
             cluster.start()
             yield cluster

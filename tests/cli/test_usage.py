@@ -318,7 +318,12 @@ def test_a_status_in_80_columns_cuts_nothing_and_shows_what_a_store_works_with(
     kafka.place({0: 7}, {0: 1234})
     document = {
         "models": {"ctr": model | {"versions": [version | {"created_at": "2026-11-23T02:26:52Z"}]}},
-        "remote": {"cluster": "h1:6379", "reachable": False},
+        "remote": {
+            "cluster": "h1:6379",
+            "reachable": False,
+            "engines": ["kvrocks 2.10.1"],
+            "warnings": ["rocksdb.write_options.sync is no (h1:6379)"],
+        },
         "service": {
             "kafka": kafka.status(parked=0),
             "kafka_rows": {"topics": {"vectors": RowStats("vectors").status(parked=0)}},
@@ -333,7 +338,8 @@ def test_a_status_in_80_columns_cuts_nothing_and_shows_what_a_store_works_with(
     assert "…" not in shown
     for words in (
         "20261123022651    active    stable    41821        2026-11-23 02:26 UTC",
-        "cluster h1:6379: unreachable",
+        "cluster h1:6379: unreachable, kvrocks 2.10.1",
+        "cluster: rocksdb.write_options.sync is no (h1:6379)",
         "kafka topic embeddings: reading, 0 deltas applied, 1,234 messages behind",
         "rows of kafka topic vectors: starting, 0 rows applied",
         "deltas in /deltas: 3 applied",

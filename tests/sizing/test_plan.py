@@ -156,7 +156,7 @@ def test_which_design_serves_what() -> None:
     assert "one machine" not in names(busy)
     assert busy.chosen is not None
     big = plan(load(1e11), Machine())
-    assert names(big) == ["cluster", "partitions"]
+    assert names(big) == ["cluster", "cluster on SSD", "partitions"]
     assert "disk" in big.designs[0].limits[0]
     assert plan(load(1e11), Machine(memory=1 * GIB)).chosen is None
 
@@ -175,6 +175,28 @@ def test_from_a_gigabyte_to_a_hundred_terabytes_nothing_shrinks() -> None:
             assert design.node.memory <= Machine().memory
     assert before is not None
     assert 1e14 < before.version < 1.3e14
+
+
+def test_a_cluster_on_ssd_is_as_large_as_its_rows_and_the_reads_that_its_drives_bear() -> None:
+    def behind(rows: float, qps: float, **machine: float) -> tuple[str, float, str]:
+        of = Machine(disk=1000 * GIB, reads=100_000, memory=256 * GIB, cores=64, **machine)
+        found = next(one for one in plan(load(rows, qps=qps), of).designs if one.name == "cluster on SSD")
+        return str(found.behind), found.monthly, found.notes[-1]
+
+    # rows of 64 bytes take 121, two versions of them: 9e9 are 2,028 GiB, of which a machine holds 900
+    text, price, why = behind(9e9, 0)
+    assert text.endswith("with 4,057 GiB of SSD on 6 machines")
+    assert "decided by the disk" in why
+    in_memory = next(one for one in plan(load(9e9), Machine()).designs if one.name == "cluster")
+    assert price < in_memory.monthly
+    text, busy, why = behind(9e9, 2000)
+    node = next(
+        one for one in plan(load(9e9, qps=2000), Machine(memory=256 * GIB, cores=64)).designs if one.name == "cluster"
+    )
+    keys = node.nodes * node.node.reads
+    assert text.endswith(f"on {2 * math.ceil(keys / 70_000)} machines")
+    assert "decided by the drive" in why
+    assert busy > price
 
 
 def test_more_nodes_share_the_traffic() -> None:

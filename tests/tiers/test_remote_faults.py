@@ -40,8 +40,7 @@ def loaded(servers: RedisCluster) -> Iterator[Loaded]:
     servers.wait_until_ok()
     cluster = connect(servers.url, PATIENT)
     loaded = Loaded(cluster, KEYS, ROWS)
-    for master in servers.masters():
-        assert wait_for(lambda master=master: master.call("WAIT", 1, 0), "the replicas")
+    servers.replicate()
     yield loaded
     loaded.writer.close()
     cluster.close()
@@ -192,7 +191,7 @@ def test_a_master_is_waited_for_where_its_replica_is_behind(servers: RedisCluste
         master.resume()
     finally:
         master.resume()
-        replica.call("CONFIG", "SET", "masteruser", "", "masterauth", "")
+        servers.join_replica(replica)
     cluster.close()
 
 

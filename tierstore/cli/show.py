@@ -165,7 +165,10 @@ def _notes(entry: Mapping[str, Any]) -> Iterator[str]:
 def _surroundings(document: Mapping[str, Any]) -> Iterator[str]:
     """Lines about what a store works with: a cluster, a topic, watched places, and work beside look-ups."""
     if remote := document.get("remote"):
-        yield f"cluster {remote['cluster']}: {'reachable' if remote['reachable'] else 'unreachable'}"
+        engines = "".join(f", {plain(engine)}" for engine in remote.get("engines", ()))
+        yield f"cluster {remote['cluster']}: {'reachable' if remote['reachable'] else 'unreachable'}{engines}"
+        for warning in remote.get("warnings", ()):
+            yield f"cluster: {plain(warning)}"
     service = document.get("service", {})
     if kafka := service.get("kafka"):
         behind = "" if kafka["lag_messages"] is None else f", {kafka['lag_messages']:,} messages behind"

@@ -39,6 +39,9 @@ REMOTE_KEY_CPU_S = (
 )
 REDIS_KEY_CPU_S = 0.95e-6  # of the cluster (same page)
 REDIS_ROW_BYTES = 72  # beyond the row, of a field of a hash with 8-byte fields: 136 for rows of 64 (same page)
+# of an engine that has its rows on SSD (Kvrocks): bytes beyond the row, 121 for rows of 64; its processors for a key,
+# at 256 keys a command; and memory for filters and index of a row (docs/decisions/beyond-one-machine.md)
+SSD_ENGINE_ROW_BYTES, SSD_ENGINE_KEY_CPU_S, SSD_ENGINE_INDEX_BYTES = 57, 15e-6, 1.5
 FRONT_SHARE = 0.25  # of the memory for rows of a machine that is an owner and a front
 LOAD_ROWS_S = 3.1e6  # rows a second of a load of 400 million (docs/benchmarks.md)
 LOAD_START_S = 2.0  # until helpers read, and until the version is on record; 10 million rows take 4.8 s in all (README)
@@ -338,10 +341,15 @@ def _copies(load: Load, machine: Machine, nodes: int | None, prices: Prices) -> 
     return Design(ONE if nodes == 1 else "copies", machine, nodes, node, away, None, limits, monthly, notes)
 
 
-def _cluster(load: Load, machine: Machine, nodes: int | None, prices: Prices) -> Design:
+def _caches(load: Load, machine: Machine, nodes: int | None) -> tuple[int, PlannedNode, PlannedNode | None]:
+    """How many nodes without a disk are in front of a cluster, one of them, and one while another is away."""
     nodes = nodes or _enough(node_of(load, machine, 1.0, disk=False), machine)
-    node = node_of(load, machine, 1 / nodes, disk=False)
     away = node_of(load, machine, 1 / (nodes - 1), disk=False) if nodes > 1 else None
+    return nodes, node_of(load, machine, 1 / nodes, disk=False), away
+
+
+def _cluster(load: Load, machine: Machine, nodes: int | None, prices: Prices) -> Design:
+    nodes, node, away = _caches(load, machine, nodes)
     behind = load.rows * (load.row_bytes + REDIS_ROW_BYTES) * 2 * (1 + load.keep_versions)
     machines, keys = math.ceil(behind / (machine.memory * USED)), nodes * node.reads
     cores = keys * REDIS_KEY_CPU_S
@@ -358,6 +366,35 @@ def _cluster(load: Load, machine: Machine, nodes: int | None, prices: Prices) ->
     text = f"a Redis-protocol cluster with {behind / GIB:,.0f} GiB of memory on {machines:,} machines"
     limits = _all_limits(node, away, machine)
     return Design("cluster", machine, nodes, node, away, text, limits, monthly, notes)
+
+
+def _cluster_on_ssd(load: Load, machine: Machine, nodes: int | None, prices: Prices) -> Design:
+    """Kvrocks: masters read what the nodes lack from their drives, and each has a replica."""
+    nodes, node, away = _caches(load, machine, nodes)
+    keys = nodes * node.reads
+    disk = load.rows * (load.row_bytes + SSD_ENGINE_ROW_BYTES) * (1 + load.keep_versions)
+    memory, cores = load.rows * SSD_ENGINE_INDEX_BYTES * (1 + load.keep_versions), keys * SSD_ENGINE_KEY_CPU_S
+    needs = {
+        "disk": disk / (machine.disk * 0.9),
+        "drive": keys / (machine.reads * USED),
+        "processor": cores / (machine.cores * USED),
+        "memory": memory / (machine.memory * USED),
+    }
+    masters = max(1, math.ceil(max(needs.values())))
+    monthly = _monthly(machine, node, nodes, prices)
+    if machine.kind is None:
+        drives = max(disk, needs["drive"] * machine.disk)  # reads are bought with whole drives
+        monthly += 2 * (drives / GIB * prices.disk + memory / USED / GIB * prices.memory + cores / USED * prices.core)
+    else:
+        monthly += 2 * masters * prices.nodes[machine.kind].price
+    notes = [
+        f"{SSD_ENGINE_ROW_BYTES} bytes a row beyond the vector, a replica, and {1 + load.keep_versions} versions are "
+        "assumed; measured once, on a release of 2024",
+        f"the cluster answers {keys:,.0f} keys a second, each a read of a drive, for which its masters need "
+        f"{cores:,.1f} cores; their number is decided by the {max(needs, key=lambda name: needs[name])}",
+    ]
+    text = f"a cluster of Kvrocks with {2 * disk / GIB:,.0f} GiB of SSD on {2 * masters:,} machines"
+    return Design(ON_SSD, machine, nodes, node, away, text, _all_limits(node, away, machine), monthly, notes)
 
 
 def _partitions(load: Load, machine: Machine, nodes: int | None, prices: Prices) -> Design:
@@ -389,8 +426,8 @@ def _limits_of_pairs(load: Load, machine: Machine, pairs: int) -> list[str]:
     return _all_limits(owner_of(load, machine, pairs), owner_of(load, machine, pairs, one_away=True), machine)
 
 
-ONE = "one machine"
-DESIGNS = {ONE: _one, "copies": _copies, "cluster": _cluster, "partitions": _partitions}
+ONE, ON_SSD = "one machine", "cluster on SSD"
+DESIGNS = {ONE: _one, "copies": _copies, "cluster": _cluster, ON_SSD: _cluster_on_ssd, "partitions": _partitions}
 
 
 def _shown(value: float) -> str:

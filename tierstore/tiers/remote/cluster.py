@@ -5,17 +5,18 @@ Any thread may call anything. The map of slots is replaced as a whole when the c
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
-from tierstore.errors import ConfigError, RemoteUnavailable, StorageError, TierstoreError
+from tierstore.errors import ConfigError, RemoteUnavailable, StorageError
 from tierstore.tiers.answers import reading
 from tierstore.tiers.machines import Options
 from tierstore.tiers.remote.connections import Connections, driver, explain_error
+from tierstore.tiers.remote.engines import Engine, Inspection, ask_engine, look_at_engines
 from tierstore.tiers.remote.layout import SLOTS, choose_tags
 from tierstore.tiers.remote.options import Endpoints, ServerAddress, parse_server_urls, port_of
 
@@ -23,7 +24,6 @@ log = logging.getLogger(__name__)
 
 _REFRESH_EVERY_S = 0.1  # at most one refresh in this time
 _MOST_SERVERS = 100  # of a slot
-_KEEPS_ALL = "noeviction"
 
 Topology = dict[int, tuple[ServerAddress, ...]]  # slot → its master, then its replicas
 
@@ -53,8 +53,10 @@ class Cluster:
         self._refreshed_s, self.refreshes = 0.0, 0
         self._refresh_error: ConfigError | RemoteUnavailable | None = None
         self._topology: Topology = {}
+        self.engine = Engine("redis", "")
         try:
             self.refresh()
+            self.engine = self._read_engine()
             if missing := SLOTS - len(self._topology):
                 log.warning("the cluster at %s does not serve %d of its %d slots", endpoints, missing, SLOTS)
         except BaseException:
@@ -198,34 +200,16 @@ class Cluster:
         found.update(dict.fromkeys(_distinct(self._topology.values())))
         return sorted(found, key=self.machines.is_suspect)
 
-    def evicting(self, deadline_s: float) -> str | None:
-        """Which masters remove keys when their memory is full, and what to do; None if none does, as far as they say.
+    def inspect(self, deadline_s: float) -> Inspection:
+        """What the masters run, and what of their settings would lose rows or deltas, as far as they say."""
+        return look_at_engines(self.connections, list(self.masters()), deadline_s)
 
-        A server that does not answer, or may not be asked, is passed over.
-        """
-        found = []
+    def _read_engine(self) -> Engine:
+        """What the first master that says it runs; Redis if none does."""
         for address in self.masters():
-            with contextlib.suppress(TierstoreError, driver().RedisError, OSError):
-                if (policy := self._eviction_policy(address, max(0.01, _remaining(deadline_s)))) is not None:
-                    found.append(f"{address} ({policy})")
-        if not found:
-            return None
-        return (
-            f"the cluster removes keys when its memory is full, and so rows and deltas, without a word: {', '.join(found)}"
-            "; on each server: CONFIG SET maxmemory-policy noeviction, and the same in its file of settings"
-        )
-
-    def _eviction_policy(self, address: ServerAddress, timeout_s: float) -> str | None:
-        """The policy by which a server removes keys; None if it removes none."""
-        with (
-            reading(f"what {address} says of its memory"),
-            self.connections.borrowed(address, timeout_s=timeout_s) as connection,
-        ):
-            connection.send_command("INFO", "memory")
-            lines = bytes(connection.read_response()).decode(errors="replace").splitlines()
-        said = dict(line.split(":", 1) for line in lines if ":" in line)
-        policy = said.get("maxmemory_policy", _KEEPS_ALL)
-        return None if policy == _KEEPS_ALL or said.get("maxmemory", "0") == "0" else policy
+            with suppress(StorageError, driver().RedisError, OSError), self.connections.borrowed(address) as connection:
+                return ask_engine(connection)
+        return self.engine
 
     def _read_topology(self, address: ServerAddress, timeout_s: float) -> Topology:
         redis = driver()

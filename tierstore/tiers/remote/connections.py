@@ -22,6 +22,7 @@ from tierstore.tiers.remote.options import Endpoints, ServerAddress
 
 _BUFFER_BYTES = 256 << 10
 _SLACK = 16  # kernels read whole words
+_REFUSED = ("NOAUTH", "WRONGPASS", "Invalid password", "no password is set")  # the last two are Kvrocks's
 
 
 def driver(module: str = "redis") -> Any:
@@ -125,6 +126,10 @@ class Connections:
         except (redis.RedisError, OSError) as error:
             with suppress(OSError, redis.RedisError):
                 opened.disconnect()
+            if "wrong number of arguments" in str(error) and "username" in self._endpoints.credentials:
+                raise ConfigError(
+                    f"{address} knows no users, only a password: leave the user out: redis://:password@host:port"
+                ) from error
             raise error if isinstance(error, StorageError) else explain_error(address, error) from error
         return ServerConnection(address, opened, self._endpoints.tls)
 
@@ -138,8 +143,12 @@ def explain_error(address: ServerAddress | Endpoints, error: Exception) -> Confi
             f"{address} refuses the user or the password ({text}): give them in the address "
             "(redis://user:password@host:port) or in TIERSTORE_REMOTE_USER and TIERSTORE_REMOTE_PASSWORD"
         )
-    if "NOAUTH" in text or "WRONGPASS" in text:
+    if any(one in text for one in _REFUSED):
         return explain_error(address, redis.AuthenticationError(text))
+    if "admin permission" in text.lower():
+        return ConfigError(
+            f"{address} takes this password, but not for a cluster ({text}): give that of its requirepass"
+        )
     if "cluster support disabled" in text or "Cluster mode is not enabled" in text:
         return ConfigError(
             f"{address} is not part of a cluster: expected a server that was started with cluster-enabled yes"

@@ -39,25 +39,27 @@ class TableLayout:
 
     def request(
         self,
-        tags: Sequence[int],
+        pieces: Sequence[int],
+        tags: Keys,
         codes: Keys,
         order: Keys,
         starts: Keys,
         commands: list[tuple[int, int, int, int]],
     ) -> npt.NDArray[np.uint8]:
-        """The bytes of a request to one server for the keys of these tags; appends its commands to `commands`.
+        """The bytes of a request over one connection for these pieces, of the tags `tags[piece]`; appends its commands to `commands`.
 
-        Each tag's watermark is read before its rows and after them.
+        The watermark of a piece's tag is read before its rows and after them.
         """
         parts: list[bytes | tuple[int, int]] = []
-        for tag in tags:
-            commands.append((resp.MARK, tag, 0, 2))
+        for piece in pieces:
+            tag = tags[piece]
+            commands.append((resp.MARK, piece, 0, 2))
             parts.append(self._marks[tag])
-            for start in range(starts[tag], starts[tag + 1], MOST_FIELDS):
-                stop = min(start + MOST_FIELDS, int(starts[tag + 1]))
-                commands.append((resp.ROWS, tag, start, stop - start))
+            for start in range(starts[piece], starts[piece + 1], MOST_FIELDS):
+                stop = min(start + MOST_FIELDS, int(starts[piece + 1]))
+                commands.append((resp.ROWS, piece, start, stop - start))
                 parts += [b"*%d\r\n" % (stop - start + 2), self._rows[tag], (start, stop)]
-            commands.append((resp.MARK, tag, 1, 2))
+            commands.append((resp.MARK, piece, 1, 2))
             parts.append(self._marks[tag])
         sizes = [len(part) if isinstance(part, bytes) else resp.KEY_BYTES * (part[1] - part[0]) for part in parts]
         out = np.empty(sum(sizes), np.uint8)

@@ -45,7 +45,6 @@ from tierstore.types import Keys, Rows
 from tierstore.wire import resp
 
 _CHUNK_BYTES = 512 << 10  # of a command of a load
-_DELTA_BYTES = 1 << 20  # of a script, in which a server answers nobody else: about 5 ms
 _THREADS = 8
 
 T = TypeVar("T")
@@ -88,6 +87,7 @@ class Writer:
         self._slots, self.line = [slot_of(tag) for tag in tags], line
         self._load, self._is_on = load.encode(), is_on
         self._timeout_s, self._wait_replicas = timeout_s, wait_replicas
+        self._script_bytes = cluster.engine.script_bytes
         self._threads = Pool(min(_THREADS, len(tags)), "tierstore-remote-write")
 
     def close(self) -> None:
@@ -227,7 +227,7 @@ class Writer:
         ]
 
         def apply(tag: int) -> bool:
-            chunks = list(_chunked(self._of_tag(tag, grouped)))
+            chunks = list(_chunked(self._of_tag(tag, grouped), self._script_bytes))
             outcome = ALREADY
             for number, chunk in enumerate(chunks):
                 outcome = self._run(tag, epoch, seq, digest, number, number == len(chunks) - 1, chunk)
@@ -243,17 +243,17 @@ class Writer:
             places = order[starts[tag] : starts[tag + 1]]
             gone = places[change.deleted[places]]
             put = places[~change.deleted[places]]
-            step = max(1, _DELTA_BYTES // (8 + rows.shape[1]))
+            step = max(1, self._script_bytes // (8 + rows.shape[1]))
             for start in range(0, len(put), step):
                 part = put[start : start + step]
                 yield _Piece(change.table, rows.shape[1], change.codes[part].tobytes(), rows[part].tobytes(), b"")
-            for start in range(0, len(gone), _DELTA_BYTES // 8):
+            for start in range(0, len(gone), self._script_bytes // 8):
                 yield _Piece(
                     change.table,
                     rows.shape[1],
                     b"",
                     b"",
-                    change.codes[gone[start : start + _DELTA_BYTES // 8]].tobytes(),
+                    change.codes[gone[start : start + self._script_bytes // 8]].tobytes(),
                 )
 
     @_reading
@@ -548,11 +548,11 @@ def _unpacked_rows(value: bytes, row_bytes: Mapping[str, int]) -> list[tuple[str
     return pieces
 
 
-def _chunked(pieces: Iterator[_Piece]) -> Iterator[list[_Piece]]:
+def _chunked(pieces: Iterator[_Piece], most_bytes: int) -> Iterator[list[_Piece]]:
     """Small pieces grouped into chunks; one empty chunk if there are no pieces."""
     chunk: list[_Piece] = []
     for piece in pieces:
-        if chunk and sum(one.size for one in chunk) + piece.size > _DELTA_BYTES:
+        if chunk and sum(one.size for one in chunk) + piece.size > most_bytes:
             yield chunk
             chunk = []
         chunk.append(piece)

@@ -23,10 +23,10 @@ from tierstore.engine.placements.following.rows import RemoteRows
 from tierstore.engine.store import Store
 from tierstore.errors import Conflict, Corruption, Overloaded, StorageError
 from tierstore.formats.delta.reader import read_delta
-from tierstore.tiers.remote import write
 from tierstore.tiers.remote.cluster import Cluster, connect
 from tierstore.tiers.remote.scripts import APPLY
 from tierstore.tiers.remote.tier import RemoteTable
+from tierstore.tiers.remote.engines import Engine
 from tierstore.tiers.remote.write import Change, Writer
 from tierstore.types import Tier
 
@@ -352,7 +352,7 @@ def test_a_server_without_an_id_is_known_by_its_process_and_when_it_began(
 def test_rows_of_a_delta_that_is_cut_off_are_not_read_as_older_ones(
     connected: Cluster, cuts: Cuts, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int
 ) -> None:
-    monkeypatch.setattr(write, "_DELTA_BYTES", chunk_bytes)
+    monkeypatch.setattr(Engine, "script_bytes", chunk_bytes)
     keys, seen = np.arange(2500), set()
     old, new = (np.full((len(keys), 16), stamp, np.uint8) for stamp in (5, 6))
     gone = keys % 10 == 0

@@ -117,7 +117,7 @@ def begin(open_node: OpenNode, tmp_path: Path, *names: str) -> list[Store]:
 def cut_replica(cluster: RedisCluster) -> tuple[Server, Server]:
     """The master that has the log, and its replica, which gets nothing from now on."""
     master = cluster.master_of(LOG_SLOT)
-    assert wait_for(lambda: master.call("WAIT", 1, 1000), "the replica has everything so far")
+    cluster.replicate([master])
     return master, cluster.cut_replica(master)
 
 

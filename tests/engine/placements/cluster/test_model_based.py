@@ -14,7 +14,7 @@ import tierstore
 from tests.engine import scenes
 from tests.engine.model_based import KEYS, Stores, StoresAgainstHistory, check
 from tests.engine.promises import History
-from tests.redis_cluster import RedisCluster, redis_cluster, wait_for
+from tests.redis_cluster import RedisCluster, redis_cluster
 from tierstore.engine.model import Model
 from tierstore.engine.store import Store
 from tierstore.errors import NotFound
@@ -116,7 +116,7 @@ class NodesAgainstHistory(StoresAgainstHistory):
         self._lost = True
         cluster = self.of.cluster
         master = cluster.master_of(slot_of(b"ts:ctr"))
-        assert wait_for(lambda: master.call("WAIT", 1, 1000), "the replica has everything so far")
+        cluster.replicate([master])
         replica = cluster.cut_replica(master)
         self.delta({"user": KEYS[:3], "item": KEYS[2:5]}, {"user": [], "item": []}, None, False)
         self.of.settle(self.history)

@@ -9,6 +9,7 @@ import pytest
 
 from tests.engine import scenes
 from tests.engine.placements.cluster.scenes import OpenNode, check, has_version
+from tests.redis_cluster import needs_engine
 from tierstore.tiers.remote.cluster import Cluster
 
 pytestmark = pytest.mark.usefixtures("quick_loads")
@@ -23,6 +24,7 @@ def without_empty(reply: Any) -> Any:
     return None if reply == b"" else reply
 
 
+@needs_engine("redis", "valkey", reason="Kvrocks is asked itself, by all tests")
 def test_nil_is_taken_for_an_empty_value(open_node: OpenNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kvrocks answers so for the fields of a stream's entry."""
     call, met = Cluster.call, list[str]()

@@ -34,6 +34,7 @@ from tierstore.formats import files
 from tierstore.formats.keys import partition_of
 from tierstore.tiers.machines import Options
 from tierstore.tiers.remote.cluster import connect
+from tierstore.tiers.remote.engines import Inspection
 from tierstore.tiers.remote.layout import slot_of
 from tierstore.tiers.remote.tier import RemoteTable
 from tierstore.tiers.remote.write import Writer
@@ -63,8 +64,8 @@ class ClusterPlacement:
         # written by the thread that looks for models; others may read
         self._refreshed_s = time.monotonic()
         self.problem: str | None = None
-        self.evicting: str | None = None
-        self._look_for_eviction()
+        self.inspection = Inspection((), None, ())
+        self._inspect()
 
     def _member(self, model: Model) -> ClusterModel:
         return ClusterModel(
@@ -88,7 +89,7 @@ class ClusterPlacement:
             self._refreshed_s = time.monotonic()
             with contextlib.suppress(RemoteUnavailable, ConfigError):  # as if there were nothing new
                 self.cluster.refresh(deadline_s=self._refreshed_s + LOOK_EVERY_S)
-            self._look_for_eviction()
+            self._inspect()
         try:
             names = model_names(self.cluster)
             for name in names:
@@ -104,10 +105,12 @@ class ClusterPlacement:
                 )
             self.problem = str(error)
 
-    def _look_for_eviction(self) -> None:
-        before, self.evicting = self.evicting, self.cluster.evicting(time.monotonic() + LOOK_EVERY_S)
-        if self.evicting is not None and self.evicting != before:
-            log.warning("%s", self.evicting)
+    def _inspect(self) -> None:
+        """Look at what the servers run; what is new and bad of it is logged."""
+        before, self.inspection = self.inspection, self.cluster.inspect(time.monotonic() + LOOK_EVERY_S)
+        for text in filter(None, (self.inspection.problem, *self.inspection.warnings)):
+            if text not in (before.problem, *before.warnings):
+                log.warning("%s", text)
 
     def _forget(self, name: str) -> None:
         """End a model that is not on the cluster's list, because its only load has failed.
@@ -204,6 +207,8 @@ class ClusterPlacement:
             "node": self.node,
             "cluster": str(self.cluster.endpoints),
             "reachable": self.problem is None and all(one.follower.silent is None for one in members),
-            "problem": self.problem or self.evicting,
+            "problem": self.problem or self.inspection.problem,
+            "engines": [str(engine) for engine in self.inspection.engines],
+            "warnings": list(self.inspection.warnings),
             **self.cluster.stats(),
         }

@@ -76,7 +76,7 @@ end
 local function finish(current, log)
   local seq = redis.call('HGET', current, 'seq')
   if not seq then return end
-  local top = redis.call('XREVRANGE', log, '+', '(' .. seq .. '-0', 'COUNT', 1)[1]
+  local top = redis.call('XREVRANGE', log, '+', seq .. '-1', 'COUNT', 1)[1]
   if not top then return end
   local newest, digest = string.match(top[1], '^%d+'), ''
   for i = 1, #top[2], 2 do

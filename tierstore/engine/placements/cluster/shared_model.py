@@ -88,7 +88,8 @@ class SharedModel:
             server=fields.get("server", b"").decode(), recovering=fields.get("recovering", b"").decode() or None,
             order=ServingOrder.parse(json.loads(fields["left"])) if fields.get("left") else None,
             **_rollbacks_of(fields, number("current")), rollback=number("rollback"),
-            refused=fields.get("refused", b"").decode(), deactivated=bool(fields.get("deactivated")), owed=_owed_of(fields),
+            refused=fields.get("refused", b"").decode(), deactivated=bool(fields.get("deactivated")),
+            owed=_owed_of(fields),
         )  # fmt: skip
 
     def change(self, before: Pointer, **changes: float | str | None) -> bool:

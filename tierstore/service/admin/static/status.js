@@ -86,8 +86,9 @@ function summaryTiles(status, service) {
     tiles.push(tile("background work", work.join(", ") || "none", work.length > 0 && `${percent(share, 1)} of the time`));
   }
   if (status.remote) {
-    const {reachable, problem: why, cluster} = status.remote, well = reachable && !why;
-    tiles.push(tile("cluster", well ? "reachable" : problem("unreachable"), cluster));
+    const {reachable, problem: why, cluster, engines = [], warnings = []} = status.remote, well = reachable && !why;
+    const details = [cluster, ...engines, warnings.length > 0 && counted(warnings.length, "warning")].filter(Boolean).join(", ");
+    tiles.push(tile("cluster", well ? "reachable" : problem("unreachable"), details));
   }
   if (service.kafka) {
     const lag = service.kafka.lag_messages;
