@@ -137,7 +137,6 @@ def test_no_panel_is_empty_where_a_service_is_at_work(tmp_path: Path) -> None:
         watch=tmp_path / "deltas",
         watch_snapshots=[tmp_path / "watched"],
         batch_max_items=64,
-        batch_delay_us=2000,
         keep_versions=3,
     )
     graph = om.linear({"item_id": [1.0, 0.0, 0.0, 0.0]})

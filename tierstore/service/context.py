@@ -22,7 +22,6 @@ from tierstore.errors import NO_VERSION, TierstoreError
 from tierstore.kernels import latency
 from tierstore.reactor import layout as kernel
 from tierstore.service.access import Access
-from tierstore.service.dataplane.batching import Batcher
 from tierstore.service.dataplane.inference import DataPlane
 from tierstore.service.dataplane.plan_cache import PlanCache
 from tierstore.service.error_status import outcome_of
@@ -35,7 +34,15 @@ from tierstore.service.limits.worker_pool import ByteBudget, WorkerPool
 from tierstore.service.protocols.oip.shared_memory import Regions
 from tierstore.service.protocols.tfserving.signature import Signatures
 from tierstore.service.request_log import RequestLog
-from tierstore.service.stats import REQUEST_BOUNDS_S, FreshnessStats, Histogram, InferenceStats, RequestTimes, Timings
+from tierstore.service.stats import (
+    REQUEST_BOUNDS_S,
+    BatchStats,
+    FreshnessStats,
+    Histogram,
+    InferenceStats,
+    RequestTimes,
+    Timings,
+)
 from tierstore.service.tls import tls_of
 from tierstore.service.traces import traces_of
 from tierstore.tiers.background import register_requests
@@ -106,7 +113,6 @@ class Service:
             with_jobs=True,
         )
         register_requests(self.lookup_pool, first=True)
-        self.batches = Batcher(settings, self.dataplane, self.lookup_pool, self.shed)
         self.admin_pool = WorkerPool("control", threads=ADMIN_THREADS, queue_limit=ADMIN_QUEUE)
         self.status_pool = WorkerPool("status", threads=1, queue_limit=ADMIN_QUEUE)  # metrics must not wait for deltas
         self.explain_pool = WorkerPool(
@@ -125,6 +131,7 @@ class Service:
         self.request_log = RequestLog(settings, traces=self.traces)
         self.request_times = RequestTimes()
         self.inference_stats = InferenceStats(store.lookup_times)
+        self.batches = BatchStats()
         self.freshness = FreshnessStats()
         self.history = History(store, self.inference_stats, self.request_times, self.refresh)
         self.fronts = Fronts(store.models, store.model)

@@ -290,7 +290,10 @@ def _service(service: Service) -> Iterator[Metric]:
     yield from health_metrics.loads(service)
     yield from health_metrics.releases()
     yield from service.shed.families()
-    yield from service.batches.families()
+    batches = service.batches
+    yield histograms("tierstore_batch_requests", "Predict requests of a batch.", "", [((), batches.requests)])
+    yield histograms("tierstore_batch_items", "Items of a batch.", "", [((), batches.items)])
+    yield counter("tierstore_batch_apart", "Requests whose batch could not run as one.", batches.apart)
 
 
 def _bounds(service: Service) -> Iterator[Metric]:

@@ -55,7 +55,6 @@ from tierstore.service.protocols.oip.json_request import (
 from tierstore.service.protocols.oip.json_response import ResponseBody, ResponseLayout
 from tierstore.service.protocols.oip.shared_memory import CudaRegions
 from tierstore.service.reactor.lessons import HttpLesson
-from tierstore.service.reactor.scorings import may_learn
 from tierstore.types import as_version
 
 _BINARY = b"application/octet-stream"
@@ -157,23 +156,17 @@ class InferMessage:
             return
         text = self._body[: len(self._body) - len(self._tail or b"")]
         lesson = HttpLesson(self.model, self.version, text, self._parsed, self._layout)
-        if may_learn(lesson, plan, view.predictor, self._service.batches):
-            plans.learn(self.model, view, self.version, plan, lesson, None if plan.dense is None else _REFUSAL)
+        plans.learn(self.model, view, self.version, plan, lesson, None if plan.dense is None else _REFUSAL)
 
-    def read(self, plan: Plan, inference: Inference | None) -> tuple[list[Elements], list[Any]]:
-        parsed, joined = self._parsed, None
-        raw: Elements = None
-        if inference is None:
-            self._layout = _layout_of(parsed, self.model, plan)
-        else:
-            raw, dense = inference.raw, plan.dense
-            if dense is not None and dense.joined is not None and self._tail is not None:
-                inference.codes = joined_codes(parsed, self._tail, *dense.joined)
-                joined = None if inference.codes is None else dense.joined
+    def read(self, inference: Inference) -> tuple[list[Elements], list[Any]]:
+        parsed, plan, joined = self._parsed, inference.plan, None
+        raw, dense = inference.raw, plan.dense
+        if dense is not None and dense.joined is not None and self._tail is not None:
+            inference.codes = joined_codes(parsed, self._tail, *dense.joined)
+            joined = None if inference.codes is None else dense.joined
         regions = self._service.regions.of(self._caller.principal)
         self._layout.check_spans(regions)
-        # in a batch twice: rows of the batch, and a copy of its own
-        self._holding.reserve((1 if inference is not None else 2) * plan.work_bytes + parsed.span_bytes)
+        self._holding.reserve(plan.work_bytes + parsed.span_bytes)
         elements = [raw] if raw is not None else read_elements(parsed, self._tail, regions, joined)
         self._answer = self._layout.allocate()
         return elements, self._answer.arrays

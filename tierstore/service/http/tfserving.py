@@ -95,9 +95,9 @@ class PredictMessage:
     def opened(self, inference: Inference) -> None:
         pass
 
-    def read(self, plan: Plan, inference: Inference | None) -> tuple[list[Elements], list[Any]]:
-        self._holding.reserve(plan.work_bytes)
-        return self._elements, room_for(plan.specs)
+    def read(self, inference: Inference) -> tuple[list[Elements], list[Any]]:
+        self._holding.reserve(inference.plan.work_bytes)
+        return self._elements, room_for(inference.plan.specs)
 
     def encode(self, plan: Plan, arrays: list[Any]) -> Response:
         return coded(Response(200, [encode_answer(self._parsed.rows, plan.specs, arrays)]), self._headers)

@@ -28,7 +28,6 @@ from tierstore.service.limits.worker_pool import Reservation
 from tierstore.service.protocols.oip import documents
 from tierstore.service.protocols.oip.shared_memory import CudaRegions, Regions
 from tierstore.service.reactor.hpack import encode_head
-from tierstore.service.reactor.scorings import may_learn
 from tierstore.service.rpc.caller import RpcCaller
 from tierstore.service.rpc.lesson import MessageLesson
 from tierstore.service.rpc.messages import status_alone
@@ -149,17 +148,15 @@ class InferMessage:
         if service.plans is None or not self._caller.unplanned or self._extra:
             return
         lesson = MessageLesson(self._message, self._parsed)
-        if may_learn(lesson, plan, view.predictor, service.batches):
-            refusal = None if plan.dense is None else _REFUSAL
-            service.plans.learn(self._parsed.model, view, self.version, plan, lesson, refusal)
+        refusal = None if plan.dense is None else _REFUSAL
+        service.plans.learn(self._parsed.model, view, self.version, plan, lesson, refusal)
 
-    def read(self, plan: Plan, inference: Inference | None) -> tuple[Sequence[Elements], list[Any]]:
-        parsed = self._parsed
+    def read(self, inference: Inference) -> tuple[Sequence[Elements], list[Any]]:
+        parsed, plan = self._parsed, inference.plan
         layout = self._layout = _layout_of(parsed, plan)
         regions = self._service.regions.of(self._caller.principal)
         layout.check_spans(regions)
-        # in a batch twice: rows of the batch, and a copy of its own
-        self._holding.reserve((1 if inference is not None else 2) * plan.work_bytes + parsed.span_bytes)
+        self._holding.reserve(plan.work_bytes + parsed.span_bytes)
         return read_elements(parsed, self._raw, regions), layout.allocate()
 
     def encode(self, plan: Plan, arrays: list[Any]) -> bytes:

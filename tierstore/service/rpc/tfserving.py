@@ -123,9 +123,9 @@ class PredictMessage:
     def opened(self, inference: Inference) -> None:
         pass
 
-    def read(self, plan: Plan, inference: Inference | None) -> tuple[Sequence[Elements], list[Any]]:
-        self._holding.reserve(plan.work_bytes)
-        return self._elements, room_for(plan.specs)
+    def read(self, inference: Inference) -> tuple[Sequence[Elements], list[Any]]:
+        self._holding.reserve(inference.plan.work_bytes)
+        return self._elements, room_for(inference.plan.specs)
 
     def encode(self, plan: Plan, arrays: list[Any]) -> bytes:
         assert self.model is not None
