@@ -23,7 +23,6 @@ from tierstore.kernels import latency
 from tierstore.reactor import layout as kernel
 from tierstore.service.access import Access
 from tierstore.service.dataplane.inference import DataPlane
-from tierstore.service.dataplane.plan_cache import PlanCache
 from tierstore.service.error_status import outcome_of
 from tierstore.service.forwarded import Proxies
 from tierstore.service.history import History
@@ -123,7 +122,6 @@ class Service:
         self.inflight = ByteBudget("look-ups", settings.max_inflight)
         self.delta_bytes = ByteBudget("deltas", settings.max_delta * DELTAS_AT_ONCE)
         self.regions = Regions(enabled=settings.allow_client_shm, max_read=settings.max_request)
-        self.plan_cache = PlanCache()
         self.signatures = Signatures()
         self.rates = RateLimits(settings, refused=lambda: self.shed.count("rate"))
         self.proxies = Proxies(settings.trusted_proxies)

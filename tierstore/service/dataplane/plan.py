@@ -130,7 +130,7 @@ class Plan:
 
     `features` are those of the version, `bindings` and `loose` those of the dense part: `fits` compares their
     identity. `dense` is the run of the dense part, if there is one; `numbers` the input that divides the keys among
-    tables (`hps.py`). `memo` belongs to the transport.
+    tables (`hps.py`).
     """
 
     version: int
@@ -143,7 +143,6 @@ class Plan:
     work_bytes: int
     keys: int
     numbers: int | None = None
-    memo: Any = None
 
     @classmethod
     def under(

@@ -76,9 +76,7 @@ class PredictMessage:
     def _request(self, view: View) -> Request:
         parsed, service = self._parsed, self._service
         tensors = tensors_of(parsed, service.signatures.of(self.model, view))
-        made, self._elements = request_of(
-            service.plan_cache, self.model, view, parsed.signature, tensors, parsed.picked
-        )
+        made, self._elements = request_of(view, parsed.signature, tensors, parsed.picked)
         return made
 
     def is_long(self) -> bool:

@@ -87,12 +87,11 @@ class PredictMessage:
 
     def _request(self, view: View) -> Request:
         assert self._tensors is not None
-        assert self.model is not None
         picked = list(self._received.output_filter)
         tensors = self._tensors
         if any(spec.datatype == "INT32" for spec, _ in tensors):
             tensors = self._widened(view, tensors)
-        made, self._elements = request_of(self._service.plan_cache, self.model, view, self._signature, tensors, picked)
+        made, self._elements = request_of(view, self._signature, tensors, picked)
         return made
 
     def _widened(self, view: View, tensors: list[Tensor]) -> list[Tensor]:
