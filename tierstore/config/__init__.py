@@ -130,6 +130,7 @@ _REPLACED = {  # settings that were, and what there is in their place
     "remote_log_retention_s": "set log_retention_s",
     "kafka_group": "set group.id in the file kafka_config",
     "kafka_rows_registry": "set schema.registry.url in the file kafka_config",
+    "batch_delay_us": "set batch_max_items alone: predictions are joined while they wait for a thread, and no longer",
     "block_cache": _CONSTANT,
     "remote_prepare_s": _CONSTANT,
     "kafka_window": _CONSTANT,

@@ -54,11 +54,6 @@ class ServiceSettings(BaseModel):
         ge=0,
         description="items (rows of the batch dimension) in one run that joins small predict requests; 0: join none",
     )
-    batch_delay_us: int = Field(
-        0,
-        ge=0,
-        description="microseconds a predict request waits for others to join; 0: only while it waits for a thread",
-    )
     host: Annotated[str, AfterValidator(check_host)] = Field("127.0.0.1", description="address to listen on")
     port: int = Field(8000, ge=0, le=65535, description="HTTP port; 0 picks a free one")
     grpc_port: Annotated[int, Field(ge=0, le=65535)] | Literal["off"] | None = Field(

@@ -22,9 +22,7 @@ from tierstore.errors import NO_VERSION, TierstoreError
 from tierstore.kernels import latency
 from tierstore.reactor import layout as kernel
 from tierstore.service.access import Access
-from tierstore.service.dataplane.batching import Batcher
 from tierstore.service.dataplane.inference import DataPlane
-from tierstore.service.dataplane.plan_cache import PlanCache
 from tierstore.service.error_status import outcome_of
 from tierstore.service.forwarded import Proxies
 from tierstore.service.history import History
@@ -36,7 +34,15 @@ from tierstore.service.protocols.oip.shared_memory import Regions
 from tierstore.service.protocols.tfserving.signature import Signatures
 from tierstore.service.request_log import RequestLog
 from tierstore.service.spool import Spool
-from tierstore.service.stats import REQUEST_BOUNDS_S, FreshnessStats, Histogram, InferenceStats, RequestTimes, Timings
+from tierstore.service.stats import (
+    REQUEST_BOUNDS_S,
+    BatchStats,
+    FreshnessStats,
+    Histogram,
+    InferenceStats,
+    RequestTimes,
+    Timings,
+)
 from tierstore.service.tls import tls_of
 from tierstore.service.traces import traces_of
 from tierstore.tiers.background import register_requests
@@ -107,7 +113,6 @@ class Service:
             with_jobs=True,
         )
         register_requests(self.lookup_pool, first=True)
-        self.batches = Batcher(settings, self.dataplane, self.lookup_pool, self.shed)
         self.admin_pool = WorkerPool("control", threads=ADMIN_THREADS, queue_limit=ADMIN_QUEUE)
         self.status_pool = WorkerPool("status", threads=1, queue_limit=ADMIN_QUEUE)  # metrics must not wait for deltas
         self.explain_pool = WorkerPool(
@@ -118,7 +123,6 @@ class Service:
         self.inflight = ByteBudget("look-ups", settings.max_inflight)
         self.delta_bytes = ByteBudget("deltas", settings.max_delta * DELTAS_AT_ONCE)
         self.regions = Regions(enabled=settings.allow_client_shm, max_read=settings.max_request)
-        self.plan_cache = PlanCache()
         self.signatures = Signatures()
         self.rates = RateLimits(settings, refused=lambda: self.shed.count("rate"))
         self.proxies = Proxies(settings.trusted_proxies)
@@ -126,6 +130,7 @@ class Service:
         self.request_log = RequestLog(settings, traces=self.traces)
         self.request_times = RequestTimes()
         self.inference_stats = InferenceStats(store.lookup_times)
+        self.batches = BatchStats()
         self.freshness = FreshnessStats()
         self.history = History(store, self.inference_stats, self.request_times, self.refresh)
         self.fronts = Fronts(store.models, store.model)

@@ -10,8 +10,7 @@ look-up pool continues where `begin` stopped, so nothing is done or counted twic
 pool.
 
     begin ─┬─ short, in memory ─────────────────────── answered
-           └─ hand_over ─┬─ a thread of the pool ───── answered
-                         └─ in a batch with others ─── answered
+           └─ hand_over ── a thread of the pool ────── answered
 """
 
 from __future__ import annotations
@@ -27,11 +26,10 @@ from tierstore.access.roles import NOBODY, Action, Principal
 from tierstore.errors import Forbidden, NotFound, TierstoreError
 from tierstore.service.context import Service
 from tierstore.service.dataplane.inference import AnyRequest, Inference
-from tierstore.service.dataplane.joining import JoinedRequest, Joint, joint_of
 from tierstore.service.dataplane.plan import Plan, Request, is_short
 from tierstore.service.dataplane.tensors import Elements
 from tierstore.service.limits.rates import Charge
-from tierstore.service.limits.shedding import Caller, Gone
+from tierstore.service.limits.shedding import Caller
 from tierstore.service.limits.worker_pool import Done
 from tierstore.service.stats import Timings
 from tierstore.types import model_and_head
@@ -77,11 +75,8 @@ class Message(Protocol[A_co]):
     def opened(self, inference: Inference) -> None:
         """Called with the open view and the plan."""
 
-    def read(self, plan: Plan, inference: Inference | None) -> tuple[Sequence[Elements], list[Any]]:
-        """The elements of the inputs, and arrays for the outputs; their bytes are reserved.
-
-        Without an inference it joins a batch.
-        """
+    def read(self, inference: Inference) -> tuple[Sequence[Elements], list[Any]]:
+        """The elements of the inputs, and arrays for the outputs; their bytes are reserved."""
 
     def encode(self, plan: Plan, arrays: list[Any]) -> A_co:
         """The answer, from filled arrays; the view is released."""
@@ -97,7 +92,6 @@ class Exchange(Generic[A]):
         "_ended",
         "_inference",
         "_parsed",
-        "_plan",
         "_route",
         "_service",
         "_since_ns",
@@ -115,7 +109,6 @@ class Exchange(Generic[A]):
         self._charged: str | None = None  # the model whose rates are charged
         self._parsed = self._ended = False
         self._inference: Inference | None = None
-        self._plan: Plan | None = None  # of a request that proved too long for the receiving thread
         self._version: int | None = None  # the one that answers, once it is known
 
     # --- for transports
@@ -139,26 +132,15 @@ class Exchange(Generic[A]):
         return None
 
     def hand_over(self, answered: Done) -> None:
-        """Have a thread of the look-up pool, or a batch, answer what `begin` did not; it calls `answered`. Event
-        loop only.
-        """
+        """Have a thread of the look-up pool answer what `begin` did not; it calls `answered`. Event loop only."""
 
         def ended(answer: A | None, error: BaseException | None) -> None:
             if error is not None:  # also of a call that was not run
                 self.fail(error)
             answered(answer, error)
 
-        def delivered(done: asyncio.Future[A]) -> None:
-            error = Gone() if done.cancelled() else done.exception()
-            ended(None if error is not None else done.result(), error)
-
         try:
-            joint = None if self._plan is None else self._joint_of(self._plan)
-            if joint is None:
-                self._service.lookup_pool.start(ended, self.answer, caller=self.caller)
-            else:
-                assert self._plan is not None
-                self._service.batches.add(self, self._model, self._plan.version, joint).add_done_callback(delivered)
+            self._service.lookup_pool.start(ended, self.answer, caller=self.caller)
         except BaseException as error:
             self.fail(error)
             raise
@@ -217,37 +199,6 @@ class Exchange(Generic[A]):
         if model is not None and not isinstance(error, Forbidden):
             self._service.count_failed(model, time.perf_counter_ns() - self._began_ns, error)
 
-    # --- in a batch (see `dataplane/batching.py`)
-
-    def _joint_of(self, plan: Plan) -> Joint | None:
-        """How it may be joined with other requests; None if it should not be."""
-        request, batches = self.message.request, self._service.batches
-        if plan.dense is None or not batches.max_items or not isinstance(request, Request):
-            return None
-        if plan.joint is None:
-            plan.joint = joint_of(request, plan) or False
-        joint: Joint | None = plan.joint or None
-        return joint if batches.wants(joint) else None
-
-    def prepare(self) -> tuple[JoinedRequest, list[Any]]:
-        """Read the request. Returns its part of the batch, and the arrays for its outputs."""
-        plan, request = self._plan, self.message.request
-        assert plan is not None
-        assert isinstance(request, Request)
-        self._note_queued()
-        elements, arrays = self.message.read(plan, None)
-        now_ns = time.perf_counter_ns()
-        self.spent.input_ns, self._since_ns = now_ns - self._since_ns, now_ns
-        return JoinedRequest(request, plan, list(elements)), arrays
-
-    def complete(self, arrays: list[Any], by: Inference) -> A:
-        """The answer, once the arrays are filled from an inference that has finished."""
-        assert self._plan is not None
-        self._version = by.version
-        self._note_looked_up(by)
-        self.spent.inference_ns = time.perf_counter_ns() - self._since_ns
-        return self._encode(self._plan, arrays)
-
     # --- the steps
 
     @property
@@ -292,14 +243,12 @@ class Exchange(Generic[A]):
         plan = self._open().plan
         if is_short(plan) and message.is_short(plan):
             return True
-        self._plan = plan
         self._close()  # a view is not held while a request waits for a thread
         return False
 
     def _is_surely_long(self, request: AnyRequest) -> bool:
         """Whether it has many keys, or a prediction, as far as can be seen without a view. May miss some."""
-        # a batch needs a plan of the version that is served now
-        if self._service.batches.max_items or not isinstance(request, Request):
+        if not isinstance(request, Request):
             return False
         plan = request.plan
         if plan is None:  # by default the dense part's outputs are wanted
@@ -339,7 +288,7 @@ class Exchange(Generic[A]):
         """Answer from memory as much as possible, without waiting. True if nothing is pending."""
         inference = self._inference
         assert inference is not None
-        elements, arrays = self.message.read(inference.plan, inference)
+        elements, arrays = self.message.read(inference)
         read_ns = time.perf_counter_ns()
         self.spent.input_ns = read_ns - self._since_ns
         done = inference.begin(elements, arrays)
@@ -351,22 +300,17 @@ class Exchange(Generic[A]):
         assert inference is not None
         finishing_ns = time.perf_counter_ns()
         inference.finish()
-        self._note_looked_up(inference)
+        spent = self.spent
+        spent.lookup_ns, spent.dense_ns, spent.disk_ns = inference.lookup_ns, inference.dense_ns, inference.disk_ns
         self._close()
-        self.spent.inference_ns += time.perf_counter_ns() - finishing_ns
-        return self._encode(inference.plan, inference.arrays)
-
-    def _encode(self, plan: Plan, arrays: list[Any]) -> A:
         encoding_ns = time.perf_counter_ns()
-        answer = self.message.encode(plan, arrays)
+        spent.inference_ns += encoding_ns - finishing_ns
+        answer = self.message.encode(inference.plan, inference.arrays)
         ended_ns = time.perf_counter_ns()
-        self.spent.output_ns = ended_ns - encoding_ns
+        spent.output_ns = ended_ns - encoding_ns
         assert self._version is not None
-        self._service.inference_stats.succeeded(self._model, self._version, ended_ns - self._began_ns, self.spent)
+        self._service.inference_stats.succeeded(self._model, self._version, ended_ns - self._began_ns, spent)
         return answer
-
-    def _note_looked_up(self, by: Inference) -> None:
-        self.spent.lookup_ns, self.spent.dense_ns, self.spent.disk_ns = by.lookup_ns, by.dense_ns, by.disk_ns
 
     def _note_queued(self) -> None:
         now_ns = time.perf_counter_ns()

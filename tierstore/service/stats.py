@@ -25,6 +25,7 @@ from tierstore.verdicts import Requests
 
 REQUEST_BOUNDS_S = (1e-4, 2.5e-4, 5e-4, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _NOT_DATA_PLANE = frozenset({"admin", "grpc", "upstream"})  # among protocols
+BATCH_SIZES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0)
 FRESHNESS_BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 900.0, 3600.0, 86400.0)
 
 
@@ -227,6 +228,26 @@ class InferenceStats:
                     del versions[min(kept, key=lambda number: versions[number].last_inference_ms)]
                 counts = versions[version] = ModelCounts()
             return counts
+
+
+class BatchStats:
+    """Counts of runs of the dense part that joined requests: how many, their items, and those run apart instead."""
+
+    def __init__(self) -> None:
+        self.requests, self.items = Histogram(BATCH_SIZES), Histogram(BATCH_SIZES)
+        self.apart = 0
+        self._lock = threading.Lock()
+
+    def add(self, requests: int, items: int) -> None:
+        """Count a run. Any thread."""
+        with self._lock:
+            self.requests.add(requests)
+            self.items.add(items)
+
+    def add_apart(self, requests: int) -> None:
+        """Count requests that waited together and could not be run as one. Any thread."""
+        with self._lock:
+            self.apart += requests
 
 
 class RequestTimes:

@@ -60,7 +60,8 @@ class ArraysMessage:
     def opened(self, inference: Inference) -> None:
         pass
 
-    def read(self, plan: Plan, inference: Inference | None) -> tuple[list[Any], list[Any]]:
+    def read(self, inference: Inference) -> tuple[list[Any], list[Any]]:
+        plan = inference.plan
         left = plan.rows_alone if self.request.device else ()
         return self._elements, [
             np.empty(spec.shape, spec.dtype) if spec.fixed and place not in left else None

@@ -343,3 +343,23 @@ def test_the_embedded_store_and_the_service_give_the_same_scores(served: tuple[S
     np.testing.assert_allclose(
         store.model("ctr").predict({"item_id": keys, "clicked": keys, "hour": HOUR}), scores(), rtol=1e-5
     )
+
+
+def test_a_missing_number_is_null_in_both_directions(served: tuple[Store, ServerThread], tmp_path: Path) -> None:
+    graph = om.build(
+        [om.node("Add", "item_id hour", "score")],
+        {"item_id": (om.FLOAT, ["batch", 4]), "hour": (om.FLOAT, ["batch", 1])},
+        {"score": (om.FLOAT, ["batch", 4])},
+    )
+    store, server = served
+    store.load_snapshot(write_snapshot(tmp_path, model="lacking", dense=graph))
+    keys = {"name": "item_id", "datatype": "INT64", "shape": [2], "data": [1, 2]}
+    hours = {"name": "hour", "datatype": "FP32", "shape": [2, 1], "data": [None, 1.0]}
+    with httpx.Client(base_url=server.url) as http:
+        answer = http.post("/v2/models/lacking/infer", json={"inputs": [keys, hours]})
+        assert answer.status_code == 200, answer.text
+        scores = answer.json()["outputs"][0]["data"]
+        assert scores[:4] == [None] * 4
+        assert None not in scores[4:]
+        hours |= {"datatype": "INT64", "data": [None, 1]}
+        assert http.post("/v2/models/lacking/infer", json={"inputs": [keys, hours]}).status_code == 400

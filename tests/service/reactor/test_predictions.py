@@ -25,7 +25,6 @@ from tests.service.reactor.prediction_scenes import (
     Wire,
     add_large,
     ask,
-    dense_runs,
     drawn,
     idle,
     linear,
@@ -359,46 +358,3 @@ def test_a_canary_predicts_for_its_share(tmp_path: Path, wire: Wire) -> None:
         before, answers = served.by_reactors, [asker.ask(one(2)) for _ in range(200)]
         assert {(answer.version, answer.scores[1]) for answer in answers} == {("1", 2.75), ("2", 5.5)}
         assert served.by_reactors - before > 150
-
-
-# --- micro-batches
-
-
-def test_predictions_that_wait_are_joined_and_each_has_its_own_scores(tmp_path: Path) -> None:
-    with serving(tmp_path, linear(), batch_max_items=16) as served, ExitStack() as stack:
-        sizes, askers = [3, 4, 5, 0, 30, 2, 6], []
-        for wire in WIRES:
-            warm(served, wire, one(3))
-        with thread_held(served):
-            for number, n in enumerate(sizes, 1):
-                askers.append(stack.enter_context(WIRES[number % 2](served)))
-                askers[-1].send(one(n))
-                waiting(served, number)
-            runs = dense_runs(served)
-        for n, asker in zip(sizes, askers, strict=True):
-            assert asker.answer().scores == [2.75 * key for key in range(n)]
-        assert dense_runs(served) - runs == 4  # those of 0 and 30 alone; 3 + 4 + 5 + 2 and 6, or so
-        families = served.server.service.batches.families()
-        samples = {sample.name: sample.value for of in families for sample in of.samples}
-        assert samples["tierstore_batch_requests_sum"] >= 4
-
-
-def test_where_a_joined_run_fails_each_is_run_by_itself(
-    tmp_path: Path, wire: Wire, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = DenseSession.run_feed
-
-    def fail(self: DenseSession, names: object, feed: dict[str, np.ndarray]) -> object:
-        if len(feed["one"]) > 4:
-            raise tierstore.InferenceError("too many")
-        return run(self, names, feed)
-
-    with serving(tmp_path, linear(), batch_max_items=16) as served, ExitStack() as stack:
-        warm(served, wire, one(3))
-        monkeypatch.setattr(DenseSession, "run_feed", fail)
-        askers = [stack.enter_context(wire(served)) for _ in range(3)]
-        with thread_held(served):
-            for asker, n in zip(askers, (3, 4, 5), strict=True):
-                asker.send(one(n))
-            waiting(served, 3)
-        assert [asker.answer().code for asker in askers] == [wire.ok, wire.ok, wire.failed]

@@ -1,6 +1,6 @@
 """Messages of look-ups over gRPC, good ones and seeded mutations of them; which wait for a thread; what answers hold.
 
-Two servers over equal stores get the same messages: one that knows requests again by their bytes, and one that parses each anew.
+Two servers over one store get the same messages: one as it is, and one whose reactors learn nothing.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ grpc = pytest.importorskip("grpc", reason="grpcio is not installed")
 pytest.importorskip("tritonclient.grpc", reason="tritonclient[grpc] is not installed")
 from tritonclient.grpc import service_pb2  # noqa: E402
 
+from tests.engine.quick_build import in_process  # noqa: E402
 from tests.service.conftest import eventually, settings_for  # noqa: E402
 from tests.service.fake_store import VERSION, FakeStore  # noqa: E402
-from tests.service.scenes import KEYS, items  # noqa: E402
-from tierstore.service.dataplane.plan_cache import PlanCache  # noqa: E402
+from tests.service.scenes import KEYS, items, write_snapshot  # noqa: E402
+from tierstore.engine.store import Store  # noqa: E402
 from tierstore.service.rpc.protobuf import (  # noqa: E402
-    Frame,
     Parts,
     message_class,
 )
@@ -34,22 +34,18 @@ PREDICT = "/tensorflow.serving.PredictionService/Predict"
 MUTATIONS = 2000
 Code = grpc.StatusCode
 PredictRequest = message_class("tensorflow.serving.PredictRequest")
-
-
-class Forgetful(PlanCache):
-    """Knows no request again."""
-
-    def find(self, key: object) -> None:
-        return None
+ANSWERS = {INFER: service_pb2.ModelInferResponse, PREDICT: message_class("tensorflow.serving.PredictResponse")}
 
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ServerThread, ServerThread]]:
-    """(as it is, one that knows no request again), over equal stores."""
-    stores = [FakeStore(settings_for(tmp_path_factory.mktemp(name), grpc_port=0)) for name in ("knows", "forgets")]
-    with ServerThread(stores[0]) as knows, ServerThread(stores[1]) as forgets:  # type: ignore[arg-type]
-        forgets.service.plan_cache = Forgetful()
-        yield knows, forgets
+    """(as it is, one whose reactors learn nothing), over one store."""
+    root = tmp_path_factory.mktemp("direct")
+    with in_process(), Store(settings_for(root, grpc_port=0)) as store:
+        store.load_snapshot(write_snapshot(root))
+        with ServerThread(store) as learns, ServerThread(store) as python:
+            python.service.plans = None
+            yield learns, python
 
 
 @pytest.fixture
@@ -62,12 +58,12 @@ def channels(servers: tuple[ServerThread, ServerThread]) -> Iterator[list[Any]]:
 
 def outcomes(channel: Any, path: str, messages: Sequence[bytes]) -> list[Any]:
     """(status, what was said, answer) of each message."""
-    call = channel.unary_unary(path)
+    call, answer = channel.unary_unary(path), ANSWERS[path]
     found = []
     for first in range(0, len(messages), 50):
         for future in [call.future(each, timeout=60) for each in messages[first : first + 50]]:
             code = future.code()
-            found.append((code, future.details(), future.result() if code == Code.OK else None))
+            found.append((code, future.details(), answer.FromString(future.result()) if code == Code.OK else None))
     return found
 
 
@@ -185,39 +181,22 @@ def test_every_message_has_the_same_outcome_both_ways(
     assert {Code.OK, Code.INVALID_ARGUMENT, Code.NOT_FOUND} <= set(codes[::2])
 
 
-def test_a_cached_request_is_answered_with_its_own_data(channels: list[Any]) -> None:
+def test_a_request_of_a_known_structure_is_answered_with_its_own_data(channels: list[Any]) -> None:
     """Other data, of which some look like the fields around them."""
     rng = np.random.default_rng(5)
     good = [each for each in infer_requests() if len(Parts(each).raw) == 1]
     messages = []
     for i in range(400):
         changed = bytearray(good[i % len(good)])
-        (start, stop), *_ = Parts(bytes(changed)).positions
+        (raw,) = Parts(bytes(changed)).raw
+        start = bytes(changed).rindex(raw)
+        stop = start + len(raw)
         if i % 3:
             changed[start:stop] = rng.choice(KEYS, (stop - start + 7) // 8).tobytes()[: stop - start]
         else:
             changed[start:stop] = (b"\x3a\x08" * (stop - start))[: stop - start]  # a raw tensor's tag and length
         messages.append(bytes(changed))
     assert Code.OK in {code for code, *_ in alike(channels, INFER, messages)}
-
-
-def test_a_frame_fits_what_is_split_alike() -> None:
-    """A message that fits the frame of another is the same but for its raw tensors, which are found where they are."""
-    good = [each for each in infer_requests() if Parts(each).raw]
-    fitting = 0
-    for original in good:
-        parts = Parts(original)
-        frame = Frame(original, parts.positions)
-        for changed in [original, *mutations([original], 1000, 7)]:
-            raw = frame.raw_of(changed)
-            if raw is None:
-                assert changed != original
-                continue
-            fitting += 1
-            again = Parts(changed)
-            assert (again.meta, again.id, again.positions) == (parts.meta, parts.id, parts.positions)
-            assert again.raw == raw
-    assert fitting > len(good)
 
 
 @pytest.mark.parametrize("count", [0, 1, 2])

@@ -335,15 +335,6 @@ def test_fields_may_come_in_any_order_and_unknown_ones_are_passed_over(channel: 
     np.testing.assert_array_equal(np.frombuffer(answer.raw_output_contents[0], np.float32).reshape(-1, 4), items(KEYS))
 
 
-def test_requests_that_repeat_are_parsed_once(server: ServerThread, stub: Any) -> None:
-    learned = server.service.plan_cache
-    stub.ModelInfer(request(id="0"))
-    kept = len(learned)
-    for i in range(3):
-        assert stub.ModelInfer(request(id=str(i), raw_input_contents=[(KEYS + i).tobytes()])).id == str(i)
-    assert len(learned) - kept <= 1  # the first of them may have been answered by a reactor, another one by Python
-
-
 def test_a_message_beyond_the_bound_is_refused(stub: Any) -> None:
     code, _ = refusal(stub.ModelInfer, request(raw_input_contents=[bytes(3 << 20)]))
     assert code == Code.RESOURCE_EXHAUSTED

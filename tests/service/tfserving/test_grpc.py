@@ -16,7 +16,6 @@ from tests.service.fake_store import DEFAULT, ITEMS, USERS, VERSION  # noqa: E40
 from tests.service.scenes import rows  # noqa: E402
 from tierstore.errors import InvalidInput, TooLarge  # noqa: E402
 from tierstore.service.dataplane.plan import OutputSpec, Plan  # noqa: E402
-from tierstore.service.dataplane.plan_cache import MOST_CACHED  # noqa: E402
 from tierstore.service.rpc.protobuf import message_class  # noqa: E402
 from tierstore.service.rpc.tensor_proto import answer_of, tensor_of  # noqa: E402
 from tierstore.service.server import ServerThread  # noqa: E402
@@ -175,8 +174,7 @@ def test_the_answer_says_which_version_and_signature(call: Callable[..., Any]) -
     assert (spec.name, spec.version.value, spec.signature_name) == ("ctr", VERSION, "lookup")
 
 
-def test_the_order_of_inputs_means_nothing(server: ServerThread, predict: Predict) -> None:
-    learned = server.service.plan_cache
+def test_the_order_of_inputs_means_nothing(predict: Predict) -> None:
     inputs = {
         "item_id": np.arange(3),
         "clicked": np.arange(4),
@@ -185,13 +183,11 @@ def test_the_order_of_inputs_means_nothing(server: ServerThread, predict: Predic
         "user": np.array(["u1", "u2", "λ"]),
         "big": np.array([5, 6], np.uint64),
     }
-    before = len(learned)
     first = predict(inputs)
     for order in [*permutations(inputs)][::5]:
         answer = predict({name: inputs[name] for name in order})
         assert answer.keys() == first.keys()
         assert all(np.array_equal(answer[name], first[name]) for name in first)
-    assert len(learned) <= min(before + 1, MOST_CACHED)
 
 
 @pytest.mark.parametrize(

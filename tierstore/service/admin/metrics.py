@@ -17,7 +17,6 @@ from tierstore.errors import NO_VERSION
 from tierstore.predict.session import KEPT_BYTES
 from tierstore.service.admin import health_metrics
 from tierstore.service.context import Service
-from tierstore.service.dataplane.plan_cache import MOST_CACHED
 from tierstore.service.families import Key, counter, counters, gauge, gauges, histograms
 from tierstore.service.protocols.oip.shared_memory import MAX_REGIONS
 from tierstore.service.protocols.tfserving.signature import MAX_SIGNATURES
@@ -290,7 +289,10 @@ def _service(service: Service) -> Iterator[Metric]:
     yield from health_metrics.loads(service)
     yield from health_metrics.releases()
     yield from service.shed.families()
-    yield from service.batches.families()
+    batches = service.batches
+    yield histograms("tierstore_batch_requests", "Predict requests of a batch.", "", [((), batches.requests)])
+    yield histograms("tierstore_batch_items", "Items of a batch.", "", [((), batches.items)])
+    yield counter("tierstore_batch_apart", "Requests whose batch could not run as one.", batches.apart)
 
 
 def _bounds(service: Service) -> Iterator[Metric]:
@@ -309,10 +311,8 @@ def _bounds(service: Service) -> Iterator[Metric]:
         yield gauge(f"{what}_bytes", f"Bytes of {of} in progress.", budget.used_bytes)
         yield gauge(f"{what}_limit_bytes", f"Bytes of {of} that may be in progress.", budget.limit_bytes)
         yield counter(f"{what}_rejected", f"Requests refused because {of} had reached that limit.", budget.rejected)
-    yield gauge("tierstore_known_requests", "Request headers kept parsed and planned.", len(service.plan_cache))
     yield gauge("tierstore_signatures", "Signatures of versions that are kept.", len(service.signatures))
     yield gauge("tierstore_signatures_limit", "Signatures that may be kept.", MAX_SIGNATURES)
-    yield gauge("tierstore_known_requests_limit", "Request headers that may be kept.", MOST_CACHED)
     yield gauge("tierstore_shared_memory_regions", "Regions of clients that are registered.", len(service.regions))
     yield gauge("tierstore_shared_memory_regions_limit", "Regions that may be registered.", MAX_REGIONS)
     yield gauge("tierstore_jobs", "Loads, exports and backups that run or wait.", service.jobs.waiting)

@@ -1,9 +1,9 @@
 """Look-ups and predictions in the protocol's words, over any transport: named tensors in, named arrays out.
 
 One request reads one view, so all its outputs, rows and scores, are of one version and one moment. A request's
-description (`Request`) is apart from its data, and its plan (`Plan`, see `plan.py`) is kept with it: requests that
-differ only in their data are checked and planned once. `DataPlane` keeps no state of a request; any number of threads
-may call it. What a client sends wrong is InvalidInput, NotFound, NotReady or TooLarge, and nothing else.
+description (`Request`) is apart from its data, and keeps its plan (`Plan`, see `plan.py`). `DataPlane` keeps no state
+of a request; any number of threads may call it. What a client sends wrong is InvalidInput, NotFound, NotReady or
+TooLarge, and nothing else.
 
     input                 datatype                     shape
     <feature>             INT64, UINT64 or BYTES       [n] or [batch, k]

@@ -130,7 +130,7 @@ class Plan:
 
     `features` are those of the version, `bindings` and `loose` those of the dense part: `fits` compares their
     identity. `dense` is the run of the dense part, if there is one; `numbers` the input that divides the keys among
-    tables (`hps.py`). `memo` belongs to the transport, `joint` to the batcher.
+    tables (`hps.py`).
     """
 
     version: int
@@ -143,8 +143,6 @@ class Plan:
     work_bytes: int
     keys: int
     numbers: int | None = None
-    memo: Any = None
-    joint: Any = None
 
     @classmethod
     def under(

@@ -1,7 +1,7 @@
-"""The plan cache: parsed requests and their plans, for requests that come again.
+"""The plan cache: plans for requests that come again in the same structure. Any thread.
 
-Most clients send the same JSON again and again, with other data behind it. Any thread. No data of a request is kept. A
-kept plan is checked against the version that answers whenever it is used, so a switch needs no clearing.
+No data of a request is kept. A kept plan is checked against the version that answers whenever it is used, so a switch
+needs no clearing.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ from collections.abc import Hashable
 from typing import Any
 
 MOST_CACHED = 256
-MOST_CACHED_BYTES = 16 << 10  # of one request's JSON
 
 
 class PlanCache:
-    """Parsed requests with their latest plans, by their own bytes; the least recently used makes room."""
+    """Plans, or requests with their plans, by what is the same; the least recently used makes room."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -95,7 +95,7 @@ def _resized(like: Plan, session: DenseSession, request: Request) -> Plan:
     for call in calls:
         keys += call.shape[0]
         work_bytes += call.shape[0] * call.shape[1] * 4
-    return replace(like, dense=dense, calls=calls, specs=specs, work_bytes=work_bytes, keys=keys, memo=None, joint=None)
+    return replace(like, dense=dense, calls=calls, specs=specs, work_bytes=work_bytes, keys=keys)
 
 
 def _joined(calls: Sequence[Call], inputs: Sequence[TensorSpec]) -> tuple[int, int] | None:

@@ -16,7 +16,6 @@ from tierstore.errors import InvalidInput, NotFound, Overloaded, shown
 from tierstore.service.context import PlanIndex, Service
 from tierstore.service.dataplane.inference import AnyRequest, Inference
 from tierstore.service.dataplane.plan import Plan, Request
-from tierstore.service.dataplane.plan_cache import MOST_CACHED_BYTES
 from tierstore.service.dataplane.tensors import Elements
 from tierstore.service.exchange import DIRECT_BYTES, DIRECT_TEXT_BYTES
 from tierstore.service.http.application import HttpMessage, ProtocolApplication, allow
@@ -46,7 +45,6 @@ from tierstore.service.protocols.oip.json_request import (
     HEADER_LENGTH,
     InferRequest,
     joined_codes,
-    parse_cached,
     parse_raw,
     parse_request,
     read_elements,
@@ -55,7 +53,6 @@ from tierstore.service.protocols.oip.json_request import (
 from tierstore.service.protocols.oip.json_response import ResponseBody, ResponseLayout
 from tierstore.service.protocols.oip.shared_memory import CudaRegions
 from tierstore.service.reactor.lessons import HttpLesson
-from tierstore.service.reactor.scorings import may_learn
 from tierstore.types import as_version
 
 _BINARY = b"application/octet-stream"
@@ -131,10 +128,10 @@ class InferMessage:
 
     def _parse_here(self, length: int | None) -> bool:
         header, tail = split_body(self._body, length)
-        if len(header) > (MOST_CACHED_BYTES if tail is not None else DIRECT_TEXT_BYTES):
+        if len(header) > DIRECT_TEXT_BYTES:
             return False
         self._tail = tail
-        self._parsed = parse_cached(self._service.plan_cache, self.model, header, None if tail is None else len(tail))
+        self._parsed = parse_request(header, None if tail is None else len(tail))
         return True
 
     def is_long(self) -> bool:
@@ -144,7 +141,7 @@ class InferMessage:
         return self._parsed.span_bytes <= DIRECT_BYTES and self._layout.json_bytes <= DIRECT_TEXT_BYTES
 
     def opened(self, inference: Inference) -> None:
-        self._layout = _layout_of(self._parsed, self.model, inference.plan)
+        self._layout = ResponseLayout(self._parsed, self.model, inference.plan)
         if self.teaches and self._service.plans is not None and isinstance(self._parsed.request, Request):
             self._teach(self._service.plans, inference)
 
@@ -157,23 +154,17 @@ class InferMessage:
             return
         text = self._body[: len(self._body) - len(self._tail or b"")]
         lesson = HttpLesson(self.model, self.version, text, self._parsed, self._layout)
-        if may_learn(lesson, plan, view.predictor, self._service.batches):
-            plans.learn(self.model, view, self.version, plan, lesson, None if plan.dense is None else _REFUSAL)
+        plans.learn(self.model, view, self.version, plan, lesson, None if plan.dense is None else _REFUSAL)
 
-    def read(self, plan: Plan, inference: Inference | None) -> tuple[list[Elements], list[Any]]:
-        parsed, joined = self._parsed, None
-        raw: Elements = None
-        if inference is None:
-            self._layout = _layout_of(parsed, self.model, plan)
-        else:
-            raw, dense = inference.raw, plan.dense
-            if dense is not None and dense.joined is not None and self._tail is not None:
-                inference.codes = joined_codes(parsed, self._tail, *dense.joined)
-                joined = None if inference.codes is None else dense.joined
+    def read(self, inference: Inference) -> tuple[list[Elements], list[Any]]:
+        parsed, plan, joined = self._parsed, inference.plan, None
+        raw, dense = inference.raw, plan.dense
+        if dense is not None and dense.joined is not None and self._tail is not None:
+            inference.codes = joined_codes(parsed, self._tail, *dense.joined)
+            joined = None if inference.codes is None else dense.joined
         regions = self._service.regions.of(self._caller.principal)
         self._layout.check_spans(regions)
-        # in a batch twice: rows of the batch, and a copy of its own
-        self._holding.reserve((1 if inference is not None else 2) * plan.work_bytes + parsed.span_bytes)
+        self._holding.reserve(plan.work_bytes + parsed.span_bytes)
         elements = [raw] if raw is not None else read_elements(parsed, self._tail, regions, joined)
         self._answer = self._layout.allocate()
         return elements, self._answer.arrays
@@ -183,14 +174,6 @@ class InferMessage:
         if header_bytes is None:
             return coded(Response(200, chunks), self._headers)
         return coded(Response(200, chunks, _BINARY, [(HEADER_LENGTH, b"%d" % header_bytes)]), self._headers)
-
-
-def _layout_of(parsed: InferRequest, model: str, plan: Plan) -> ResponseLayout:
-    layout: Any = plan.memo
-    if layout is None:
-        layout = plan.memo = ResponseLayout(parsed, model, plan)
-    assert isinstance(layout, ResponseLayout)
-    return layout
 
 
 def _header_length(headers: Headers) -> int | None:

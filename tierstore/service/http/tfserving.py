@@ -76,9 +76,7 @@ class PredictMessage:
     def _request(self, view: View) -> Request:
         parsed, service = self._parsed, self._service
         tensors = tensors_of(parsed, service.signatures.of(self.model, view))
-        made, self._elements = request_of(
-            service.plan_cache, self.model, view, parsed.signature, tensors, parsed.picked
-        )
+        made, self._elements = request_of(view, parsed.signature, tensors, parsed.picked)
         return made
 
     def is_long(self) -> bool:
@@ -95,9 +93,9 @@ class PredictMessage:
     def opened(self, inference: Inference) -> None:
         pass
 
-    def read(self, plan: Plan, inference: Inference | None) -> tuple[list[Elements], list[Any]]:
-        self._holding.reserve(plan.work_bytes)
-        return self._elements, room_for(plan.specs)
+    def read(self, inference: Inference) -> tuple[list[Elements], list[Any]]:
+        self._holding.reserve(inference.plan.work_bytes)
+        return self._elements, room_for(inference.plan.specs)
 
     def encode(self, plan: Plan, arrays: list[Any]) -> Response:
         return coded(Response(200, [encode_answer(self._parsed.rows, plan.specs, arrays)]), self._headers)

@@ -25,10 +25,10 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from tierstore.config import Settings
 from tierstore.errors import TierstoreError
 from tierstore.lookup import cold_reads as job_words
 from tierstore.lookup.scoring import GRAPH_ROW
-from tierstore.service.dataplane.batching import Batcher
 from tierstore.service.dataplane.inference import DataPlane
 from tierstore.service.dataplane.plan import Request
 from tierstore.service.dataplane.tensors import TensorSpec
@@ -39,7 +39,7 @@ from tierstore.service.reactor.cold_reads import ColdReaders, free
 from tierstore.service.reactor.reply import Pipes, Reply, split_head
 from tierstore.service.reactor.scorings import Scoring
 from tierstore.service.request_log import RequestLog
-from tierstore.service.stats import InferenceStats, RequestTimes, Timings
+from tierstore.service.stats import BatchStats, InferenceStats, RequestTimes, Timings
 from tierstore.wire.http1.head import MOST_HEAD_BYTES
 
 logger = logging.getLogger(__name__)
@@ -57,8 +57,9 @@ class Counted(Protocol):
     """The part of the service that counts predictions."""
 
     dataplane: DataPlane
+    settings: Settings
     lookup_pool: WorkerPool
-    batches: Batcher
+    batches: BatchStats
     inference_stats: InferenceStats
     request_times: RequestTimes
     request_log: RequestLog
@@ -111,7 +112,7 @@ class Predictions:
         self._views = views  # by the address that jobs name
         self._service, self._scorings, self._pipes = service, scorings, pipes
         self._jobs, self._done = readers.jobs, readers.done_at
-        self._pool, self._most_items = service.lookup_pool, service.batches.max_items
+        self._pool, self._most_items = service.lookup_pool, service.settings.batch_max_items
         self._lock = threading.Lock()
         # guarded by _lock
         self._running: set[int] = set()  # numbers of jobs
@@ -143,7 +144,7 @@ class Predictions:
             if len(ready) > 1 and self._run_joined(ready):
                 return
             if len(ready) > 1:
-                self._service.batches.count_apart(len(ready))
+                self._service.batches.add_apart(len(ready))
             for one in ready:
                 self._run(one)
         except Exception as error:
@@ -244,7 +245,7 @@ class Predictions:
         except TierstoreError:
             return False
         dense_ns, at = time.perf_counter_ns() - began_ns, 0
-        self._service.batches.count(len(jobs), sum(items))
+        self._service.batches.add(len(jobs), sum(items))
         for job, count in zip(jobs, items, strict=True):
             for target, result in zip(job.targets, results, strict=True):
                 target[...] = result[at : at + count]

@@ -19,10 +19,8 @@ from tierstore.lookup import plans as layout
 from tierstore.predict.binding import FeatureInput
 from tierstore.predict.session import DenseSession
 from tierstore.predict.signature import BYTES, Dim, Tensor
-from tierstore.service.dataplane.batching import Batcher
 from tierstore.service.dataplane.datatypes import NUMPY_DTYPE
 from tierstore.service.dataplane.inference import AnyRequest
-from tierstore.service.dataplane.joining import can_join
 from tierstore.service.dataplane.plan import Call, OutputSpec, Plan, Request
 from tierstore.service.reactor.lessons import Lesson, Logged
 
@@ -72,11 +70,21 @@ def can_score(lesson: Lesson, plan: Plan, session: DenseSession | None) -> bool:
     return not any(call.spec.datatype == BYTES and call.feeds is None for call in plan.calls)
 
 
-def may_learn(lesson: Lesson, plan: Plan, session: DenseSession | None, batches: Batcher) -> bool:
-    """Whether reactors should learn from a request: not from predictions that Python joins, which wait otherwise."""
-    if plan.dense is None or not batches.max_items:
-        return True
-    return not batches.waits and can_score(lesson, plan, session)
+def can_join(plan: Plan) -> bool:
+    """Whether requests of a plan's structure may be joined along the first dimension of every tensor.
+
+    That is right for a dense part that treats the rows of a batch one by one, as ranking models do. A graph does not
+    say whether it does, so the operator switches joining on, and a graph that a trial has seen mix rows is never
+    joined. What a graph does say is checked: its inputs and the requested outputs declare one name as their first
+    dimension.
+    """
+    dense, bindings = plan.dense, plan.bindings
+    if dense is None or bindings is None or bindings.mixes_rows:
+        return False
+    declared = [tensor.shape for tensor in bindings.signature.inputs]
+    declared += [bindings.outputs[name].shape for name in dense.run.outputs]
+    firsts = {shape[0] if shape else None for shape in declared}
+    return len(firsts) == 1 and isinstance(next(iter(firsts)), str)
 
 
 class _Shapes:

@@ -16,10 +16,8 @@ from google.protobuf import json_format
 
 from tierstore.errors import InvalidInput, NotFound, Overloaded, TierstoreError
 from tierstore.service.context import Service
-from tierstore.service.dataplane.datatypes import BYTES
 from tierstore.service.dataplane.inference import AnyRequest, DataPlane, Inference
 from tierstore.service.dataplane.plan import Plan
-from tierstore.service.dataplane.plan_cache import MOST_CACHED_BYTES
 from tierstore.service.dataplane.tensors import Elements
 from tierstore.service.error_status import Unserved, grpc_status, message_of
 from tierstore.service.exchange import DIRECT_BYTES, DIRECT_TEXT_BYTES
@@ -28,14 +26,12 @@ from tierstore.service.limits.worker_pool import Reservation
 from tierstore.service.protocols.oip import documents
 from tierstore.service.protocols.oip.shared_memory import CudaRegions, Regions
 from tierstore.service.reactor.hpack import encode_head
-from tierstore.service.reactor.scorings import may_learn
 from tierstore.service.rpc.caller import RpcCaller
 from tierstore.service.rpc.lesson import MessageLesson
 from tierstore.service.rpc.messages import status_alone
 from tierstore.service.rpc.methods import Accounts, MessageStream, Receive, Servicer, Unary, by_message, look_up
 from tierstore.service.rpc.oip_messages import ResponseLayout, RpcRequest, parse_request, read_elements, split_message
 from tierstore.service.rpc.protobuf import (
-    Frame,
     Parts,
     first_text,
     length_delimited,
@@ -49,7 +45,6 @@ from tierstore.types import as_version
 _PARSED_TIMES = 48  # memory for a byte of a request without its raw tensors: empty inputs are the worst
 _TOO_LONG = Overloaded(WAITS_TOO_LONG)
 _REFUSAL = encode_head(200, status_alone(grpc_status(_TOO_LONG), message_of(_TOO_LONG)))
-FRAME_BYTES = 24  # the first bytes of a message; with its length they select a possible frame
 
 
 class InferMessage:
@@ -58,14 +53,11 @@ class InferMessage:
     __slots__ = (
         "_caller",
         "_extra",
-        "_frame_key",
         "_holding",
         "_id",
         "_layout",
         "_message",
         "_parsed",
-        "_parts",
-        
         "_raw",
         "_service",
         "model",
@@ -75,7 +67,6 @@ class InferMessage:
     _id: bytes
     _layout: ResponseLayout
     _parsed: RpcRequest
-    _parts: Parts
     _raw: list[memoryview]
 
     def __init__(
@@ -85,7 +76,6 @@ class InferMessage:
         self._holding, self._extra = holding, extra
         self.model = first_text(message)
         self.version: int | str | None = None
-        self._frame_key = ("frame", len(message), message[:FRAME_BYTES])
 
     @property
     def nbytes(self) -> int:
@@ -102,41 +92,14 @@ class InferMessage:
     def parse(self, *, here: bool) -> bool:
         if here and len(self._message) > DIRECT_BYTES:
             return False
-        cached = self._service.plan_cache.find(self._frame_key)
-        raw = None if cached is None else cached[0].raw_of(self._message)
-        if raw is not None:
-            assert cached is not None
-            self._parsed, self._raw, self._id = cached[1], raw, b""
-        else:
-            parts = self._parts = split_message(self._message)
-            if here and len(parts.meta) > DIRECT_TEXT_BYTES:
-                return False
-            self._raw, self._id = parts.raw, parts.id
-            self._parsed = self._parse()
+        parts = split_message(self._message)
+        if here and len(parts.meta) > DIRECT_TEXT_BYTES:
+            return False
+        self._raw, self._id = parts.raw, parts.id
+        self._holding.reserve(parsed_bytes(parts.meta, _PARSED_TIMES))
+        self._parsed = parse_request(parts.meta, raw=bool(parts.raw))
         self.model, self.version = self._parsed.model, self._parsed.version
         return True
-
-    def _parse(self) -> RpcRequest:
-        """`parse_request`, or its earlier result for a message that differs only in its data or id."""
-        parts, cache = self._parts, self._service.plan_cache
-        key = (bool(parts.raw), parts.meta)
-        parsed: RpcRequest | None = cache.find(key)
-        if parsed is None:
-            self._holding.reserve(parsed_bytes(parts.meta, _PARSED_TIMES))
-            parsed = parse_request(parts.meta, raw=bool(parts.raw))
-            if len(parts.meta) > MOST_CACHED_BYTES or not parsed.reusable:
-                return parsed
-            if self._has_frame(parsed):
-                cache.keep(self._frame_key, (Frame(self._message, parts.positions), parsed))
-            else:
-                cache.keep(key, parsed)
-        return parsed
-
-    def _has_frame(self, parsed: RpcRequest) -> bool:
-        """Whether the length and the first bytes identify such a message, whatever its data are."""
-        if self._id or any(spec.datatype == BYTES for spec in parsed.request.inputs):
-            return False
-        return len(self._message) >= FRAME_BYTES and all(start >= FRAME_BYTES for start, _ in self._parts.positions)
 
     def is_long(self) -> bool:
         return False
@@ -149,29 +112,19 @@ class InferMessage:
         if service.plans is None or not self._caller.unplanned or self._extra:
             return
         lesson = MessageLesson(self._message, self._parsed)
-        if may_learn(lesson, plan, view.predictor, service.batches):
-            refusal = None if plan.dense is None else _REFUSAL
-            service.plans.learn(self._parsed.model, view, self.version, plan, lesson, refusal)
+        refusal = None if plan.dense is None else _REFUSAL
+        service.plans.learn(self._parsed.model, view, self.version, plan, lesson, refusal)
 
-    def read(self, plan: Plan, inference: Inference | None) -> tuple[Sequence[Elements], list[Any]]:
-        parsed = self._parsed
-        layout = self._layout = _layout_of(parsed, plan)
+    def read(self, inference: Inference) -> tuple[Sequence[Elements], list[Any]]:
+        parsed, plan = self._parsed, inference.plan
+        layout = self._layout = ResponseLayout(parsed, plan)
         regions = self._service.regions.of(self._caller.principal)
         layout.check_spans(regions)
-        # in a batch twice: rows of the batch, and a copy of its own
-        self._holding.reserve((1 if inference is not None else 2) * plan.work_bytes + parsed.span_bytes)
+        self._holding.reserve(plan.work_bytes + parsed.span_bytes)
         return read_elements(parsed, self._raw, regions), layout.allocate()
 
     def encode(self, plan: Plan, arrays: list[Any]) -> bytes:
         return self._layout.encode(self._id, arrays, self._service.regions.of(self._caller.principal), self._extra)
-
-
-def _layout_of(parsed: RpcRequest, plan: Plan) -> ResponseLayout:
-    layout: Any = plan.memo
-    if layout is None:
-        layout = plan.memo = ResponseLayout(parsed, plan)
-    assert isinstance(layout, ResponseLayout)
-    return layout
 
 
 NAME = "inference.GRPCInferenceService"

@@ -1,7 +1,6 @@
 """Inference requests and responses of the Open Inference Protocol over gRPC: descriptions of tensors, by protobuf.
 
-Values here are immutable, so that a request that comes again with other data, and the response of a plan, are parsed
-and built once. Any thread. A malformed request is InvalidInput.
+Values here are immutable. Any thread. A malformed request is InvalidInput.
 """
 
 from __future__ import annotations
@@ -68,11 +67,6 @@ class RpcRequest:
     targets: list[Span | None]
     raws: int
     timeout_us: int | None
-
-    @property
-    def reusable(self) -> bool:
-        """Whether the same description means the same request."""
-        return not any(type(source) is Typed for source in self.sources)
 
     @property
     def span_bytes(self) -> int:

@@ -90,17 +90,13 @@ def _bytes_beside(message: bytes, at: int, end: int, path: tuple[int, ...], fiel
 
 
 class Parts:
-    """The parts of a ModelInferRequest: `meta` is the message without its id and its raw tensors.
+    """The parts of a ModelInferRequest: `meta` is the message without its id and its raw tensors."""
 
-    `positions`: where the raw tensors begin and end.
-    """
-
-    __slots__ = ("id", "meta", "positions", "raw")
+    __slots__ = ("id", "meta", "raw")
 
     def __init__(self, message: bytes) -> None:
         self.id = b""
         self.raw: list[memoryview] = []
-        self.positions: list[tuple[int, int]] = []
         pieces: list[memoryview] = []
         view = memoryview(message)
         at = piece_start = 0
@@ -116,7 +112,6 @@ class Parts:
                     if len(self.raw) == _MOST_RAW:
                         raise InvalidInput(f"raw_input_contents: expected at most {_MOST_RAW:,}")
                     self.raw.append(view[at:stop])
-                    self.positions.append((at, stop))
                 else:
                     self.id = message[at:stop]
                 if piece_start < start:
@@ -129,33 +124,6 @@ class Parts:
         if piece_start < end:
             pieces.append(view[piece_start:])
         self.meta = b"".join(pieces)
-
-
-class Frame:
-    """A message without its raw tensors, to recognize others that differ only in their data: same length, same other
-    bytes.
-
-    That is enough because only these bytes decide how a message is split: the end of each raw tensor is stated in
-    front of it.
-    """
-
-    __slots__ = ("_gaps", "_length", "_positions")
-
-    def __init__(self, message: bytes, positions: list[tuple[int, int]]) -> None:
-        """`positions`: where its raw tensors begin and end, in order."""
-        self._length, self._positions = len(message), positions
-        begins, ends = [0, *(stop for _, stop in positions)], [*(start for start, _ in positions), len(message)]
-        self._gaps = [(begin, message[begin:end]) for begin, end in zip(begins, ends, strict=True) if begin < end]
-
-    def raw_of(self, message: bytes) -> list[memoryview] | None:
-        """The raw tensors of a message that fits; None for any other."""
-        if len(message) != self._length:
-            return None
-        for begin, piece in self._gaps:
-            if not message.startswith(piece, begin):
-                return None
-        view = memoryview(message)
-        return [view[start:stop] for start, stop in self._positions]
 
 
 def first_field(message: bytes) -> bytes:

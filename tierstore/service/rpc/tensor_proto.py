@@ -144,25 +144,14 @@ def around(name: str, datatype: str, shape: Sequence[int], nbytes: int) -> bytes
     return length_delimited(b"\x0a", len(entry) + len(tensor) + nbytes) + entry + tensor
 
 
-def heads_of(plan: Plan) -> list[bytes | None]:
-    """The bytes in front of the rows of each output with a fixed shape; kept with the plan."""
-    heads: list[bytes | None] | None = plan.memo
-    if heads is None:
-        heads = [
-            around(spec.name, spec.datatype, spec.shape, spec.nbytes) if spec.fixed else None for spec in plan.specs
-        ]
-        plan.memo = heads
-    return heads
-
-
 def answer_of(model: str, version: int, signature: str, plan: Plan, arrays: Sequence[npt.NDArray[Any]]) -> bytes:
     """A serialized PredictResponse."""
     pieces: list[Any] = []
-    for spec, head, array in zip(plan.specs, heads_of(plan), arrays, strict=True):
+    for spec, array in zip(plan.specs, arrays, strict=True):
         if spec.datatype == BYTES:
             pieces.append(_string_output(spec.name, array))
         else:
-            pieces.append(head or around(spec.name, spec.datatype, array.shape, array.nbytes))
+            pieces.append(around(spec.name, spec.datatype, array.shape, array.nbytes))
             pieces.append(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
     served = _field(1, model.encode()) + _field(2, b"\x08" + varint(version)) + _field(3, signature.encode())
     pieces.append(_field(2, served))

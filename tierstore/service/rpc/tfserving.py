@@ -87,12 +87,11 @@ class PredictMessage:
 
     def _request(self, view: View) -> Request:
         assert self._tensors is not None
-        assert self.model is not None
         picked = list(self._received.output_filter)
         tensors = self._tensors
         if any(spec.datatype == "INT32" for spec, _ in tensors):
             tensors = self._widened(view, tensors)
-        made, self._elements = request_of(self._service.plan_cache, self.model, view, self._signature, tensors, picked)
+        made, self._elements = request_of(view, self._signature, tensors, picked)
         return made
 
     def _widened(self, view: View, tensors: list[Tensor]) -> list[Tensor]:
@@ -123,9 +122,9 @@ class PredictMessage:
     def opened(self, inference: Inference) -> None:
         pass
 
-    def read(self, plan: Plan, inference: Inference | None) -> tuple[Sequence[Elements], list[Any]]:
-        self._holding.reserve(plan.work_bytes)
-        return self._elements, room_for(plan.specs)
+    def read(self, inference: Inference) -> tuple[Sequence[Elements], list[Any]]:
+        self._holding.reserve(inference.plan.work_bytes)
+        return self._elements, room_for(inference.plan.specs)
 
     def encode(self, plan: Plan, arrays: list[Any]) -> bytes:
         assert self.model is not None

@@ -16,7 +16,6 @@ import orjson
 
 from tierstore.errors import InvalidInput, shown
 from tierstore.service.dataplane.plan import Request, RequestedOutput
-from tierstore.service.dataplane.plan_cache import PlanCache
 from tierstore.service.dataplane.tensors import (
     Elements,
     TensorSpec,
@@ -56,7 +55,7 @@ class InJson:
 
 @dataclass(slots=True)
 class InferRequest:
-    """A request's JSON, parsed. It holds data of a body only if those came in the JSON (`reusable` is false then).
+    """A request's JSON, parsed.
 
     `sources` say where each input's elements are, `targets` where each requested output goes: to shared memory, binary
     (True) or JSON (False), or None for `binary_default`.
@@ -72,11 +71,6 @@ class InferRequest:
 
     def __post_init__(self) -> None:
         self.span_bytes = sum(source.nbytes for source in self.sources if isinstance(source, Span))
-
-    @property
-    def reusable(self) -> bool:
-        """Whether the same JSON in front of as many bytes means the same request."""
-        return self.id is None and not any(type(source) is InJson for source in self.sources)
 
 
 def parse_raw(body: memoryview) -> InferRequest:
@@ -111,17 +105,6 @@ def parse_request(header: memoryview, tail_bytes: int | None) -> InferRequest:
     combiner = parameter_text(parameters, "combiner", "request", "")
     plane_request = Request(inputs, outputs, combiner)
     return InferRequest(plane_request, sources, targets, bool(default), request_id, timeout_us(parameters))
-
-
-def parse_cached(cache: PlanCache, model: str, header: memoryview, tail_bytes: int | None) -> InferRequest:
-    """`parse_request`, or its earlier result for the same bytes."""
-    key = (model, -1 if tail_bytes is None else tail_bytes, bytes(header))
-    parsed: InferRequest | None = cache.find(key)
-    if parsed is None:
-        parsed = parse_request(header, tail_bytes)
-        if parsed.reusable:
-            cache.keep(key, parsed)
-    return parsed
 
 
 def _inputs(request: dict[str, Any], tail_bytes: int | None) -> tuple[list[TensorSpec], list[InBody | InJson | Span]]:

@@ -1,7 +1,7 @@
 """TensorFlow Serving's predict requests as requests of the data plane, from JSON or protobuf.
 
-Both forms name their inputs, so their order means nothing: in the plan cache a request has its tensors in the order of
-their names. Any thread.
+Both forms name their inputs, so their order means nothing: a request has its tensors in the order of their names. Any
+thread.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import numpy as np
 from tierstore.engine.reads.view import View
 from tierstore.errors import InvalidInput
 from tierstore.service.dataplane.plan import OutputSpec, Request, RequestedOutput
-from tierstore.service.dataplane.plan_cache import MOST_CACHED_BYTES, PlanCache
 from tierstore.service.dataplane.tensors import Elements, TensorSpec, listed
 from tierstore.service.protocols.tfserving.signature import DEFAULT, LOOKUP_HALF
 from tierstore.types import FeatureSpec
@@ -23,24 +22,13 @@ Tensor = tuple[TensorSpec, Elements]
 
 
 def request_of(
-    cache: PlanCache, model: str, view: View, signature: str, tensors: Iterable[Tensor], picked: Sequence[str] | None
+    view: View, signature: str, tensors: Iterable[Tensor], picked: Sequence[str] | None
 ) -> tuple[Request, list[Elements]]:
-    """(the request, which may be a cached one with its plan; the elements of its inputs).
-
-    `picked` are the outputs that the request names, if it names any.
-    """
+    """(the request, the elements of its inputs). `picked` are the outputs that the request names, if it names any."""
     ordered = sorted(tensors, key=lambda tensor: tensor[0].name)
     inputs = [spec for spec, _ in ordered]
     outputs = _requested(view.features, signature, [spec.name for spec in inputs], picked)
-    described = tuple((spec.name, spec.datatype, spec.shape) for spec in inputs)
-    key = ("tfs", model, described, tuple((output.name, output.datatype) for output in outputs))
-    request: Request | None = cache.find(key)
-    if request is None:
-        request = Request(inputs, outputs)
-        names = [spec.name for spec in inputs] + [output.name for output in outputs]
-        if sum(map(len, names)) <= MOST_CACHED_BYTES:
-            cache.keep(key, request)
-    return request, [elements for _, elements in ordered]
+    return Request(inputs, outputs), [elements for _, elements in ordered]
 
 
 def room_for(specs: Sequence[OutputSpec]) -> list[Any]:
