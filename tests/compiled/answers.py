@@ -8,7 +8,7 @@ from numba import types
 
 from tierstore.kernels import LAST, compiled
 from tierstore.lookup import binding, grpc_answer, plans
-from tierstore.lookup.binding import values_at
+from tierstore.lookup.answer_values import values_at
 from tierstore.lookup.plans import variant_at
 from tierstore.wire.request_record import record_at
 

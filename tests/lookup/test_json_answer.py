@@ -11,10 +11,10 @@ import pytest
 
 from tests.counts import few_or_many
 from tierstore.kernels.codec import address_of
-from tierstore.lookup import binding, json_answer, plans
+from tierstore.lookup import answer_values, binding, json_answer, plans
 from tierstore.wire.request_record import DATATYPES, NO_ID
 
-_VALUES_AT, _OUTPUT = binding.VALUES.offset("outputs"), binding.OUTPUT.bytes
+_VALUES_AT, _OUTPUT = answer_values.VALUES.offset("outputs"), answer_values.OUTPUT.bytes
 DTYPES = {"BOOL": np.bool_, "FP32": np.float32} | {
     name: np.dtype(name.lower()).type for name in DATATYPES if name.startswith(("INT", "UINT"))
 }
@@ -24,7 +24,7 @@ def written(arrays: list[tuple[str, np.ndarray]], request_id: bytes | None = Non
     """An answer's JSON: a list of its outputs' elements and sizes, between other texts. Nothing around it is touched."""
     write = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 6)(json_answer.write.address)
     data = np.frombuffer(b"?" + b"".join(array.tobytes() for _, array in arrays) + bytes(8), np.uint8).copy()
-    values = np.zeros(binding.VALUES.bytes // 8, np.int64)
+    values = np.zeros(answer_values.VALUES.bytes // 8, np.int64)
     kept: list[Any] = []
     pieces, at = [], 0
     text = b'{"outputs":['

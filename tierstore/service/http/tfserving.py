@@ -18,8 +18,9 @@ from tierstore.service.dataplane.inference import AnyRequest, Inference
 from tierstore.service.dataplane.plan import Plan, Request
 from tierstore.service.dataplane.tensors import Elements
 from tierstore.service.exchange import DIRECT_TEXT_BYTES
-from tierstore.service.http.application import HttpMessage, ProtocolApplication, allow
+from tierstore.service.http.application import REFUSAL, HttpMessage, ProtocolApplication, allow
 from tierstore.service.http.messages import (
+    UNPLANNED,
     Headers,
     Receive,
     Response,
@@ -34,24 +35,45 @@ from tierstore.service.limits.shedding import Caller
 from tierstore.service.limits.worker_pool import Reservation
 from tierstore.service.protocols.tfserving import documents
 from tierstore.service.protocols.tfserving.json_messages import PredictBody, encode_answer, parse_predict, tensors_of
+from tierstore.service.protocols.tfserving.lessons import RestLesson
 from tierstore.service.protocols.tfserving.request import request_of, room_for
 from tierstore.service.protocols.tfserving.signature import DEFAULT
+from tierstore.service.reactor.scorings import may_learn
 
 
 class PredictMessage:
-    """A predict request over HTTP, as a `Message`."""
+    """A predict request over HTTP, as a `Message`. `teaches`: whether reactors should learn from it."""
 
-    __slots__ = ("_body", "_elements", "_headers", "_holding", "_parsed", "_service", "model", "version")
+    __slots__ = (
+        "_body",
+        "_elements",
+        "_headers",
+        "_holding",
+        "_made",
+        "_parsed",
+        "_service",
+        "model",
+        "teaches",
+        "version",
+    )
 
     _elements: list[Elements]
+    _made: Request
     _parsed: PredictBody
     timeout_us = None  # the protocol has none
 
     def __init__(
-        self, service: Service, model: str, version: int | str | None, headers: Headers, holding: Reservation
+        self,
+        service: Service,
+        model: str,
+        version: int | str | None,
+        headers: Headers,
+        holding: Reservation,
+        *,
+        teaches: bool,
     ) -> None:
         self._service, self._headers, self._holding = service, headers, holding
-        self.model, self.version = model, version
+        self.model, self.version, self.teaches = model, version, teaches
         self._body = memoryview(b"")
 
     def receive(self, body: memoryview, caller: Caller) -> None:
@@ -76,10 +98,10 @@ class PredictMessage:
     def _request(self, view: View) -> Request:
         parsed, service = self._parsed, self._service
         tensors = tensors_of(parsed, service.signatures.of(self.model, view))
-        made, self._elements = request_of(
+        self._made, self._elements = request_of(
             service.plan_cache, self.model, view, parsed.signature, tensors, parsed.picked
         )
-        return made
+        return self._made
 
     def is_long(self) -> bool:
         if is_coded(self._headers):
@@ -93,7 +115,13 @@ class PredictMessage:
         return sum(spec.nbytes for spec in plan.specs) <= DIRECT_TEXT_BYTES
 
     def opened(self, inference: Inference) -> None:
-        pass
+        service, plan, view = self._service, inference.plan, inference.view
+        if not self.teaches or service.plans is None or b"content-encoding" in self._headers:
+            return
+        lesson = RestLesson(self.model, self.version, self._body, self._made, plan.specs, rows=self._parsed.rows)
+        if may_learn(lesson, plan, view.predictor, service.batches):
+            refusal = None if plan.dense is None else REFUSAL
+            service.plans.learn(self.model, view, self.version, plan, lesson, refusal)
 
     def read(self, plan: Plan, inference: Inference | None) -> tuple[list[Elements], list[Any]]:
         self._holding.reserve(plan.work_bytes)
@@ -127,7 +155,8 @@ class TfsHttp(ProtocolApplication):
             raise InvalidInput(f"models here have no {verb} signature: request their outputs with :predict")
         if verb != "predict":
             raise NotFound(f"no such verb: {shown(path['verb'])}; expected predict")
-        return PredictMessage(self._service, name, version, headers, holding)
+        teaches = scope.get(UNPLANNED, False)
+        return PredictMessage(self._service, name, version, headers, holding, teaches=teaches)
 
     async def _document(self, scope: Scope, headers: Headers, receive: Receive, holding: Reservation) -> Response:
         path = _path(scope)

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore.kernels.codec import address_of
-from tierstore.lookup import binding, scoring
+from tierstore.lookup import answer_values, scoring
 from tierstore.lookup import plans as layout
 from tierstore.predict.binding import FeatureInput
 from tierstore.predict.session import DenseSession
@@ -122,7 +122,7 @@ class _Shapes:
                 self.checks.append((of, axis, dim))
             elif dim is not None:
                 number = self._numbers.setdefault(dim, len(self._numbers))
-                if number >= binding.MOST_NAMES:
+                if number >= answer_values.MOST_NAMES:
                     raise Unfit
                 self.checks.append((of, axis, ~number))
 
