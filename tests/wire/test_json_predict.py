@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import random
 from typing import Any
@@ -13,7 +14,6 @@ from tests.counts import few_or_many
 from tests.guard_pages import Guarded
 from tierstore.errors import InvalidInput
 from tierstore.kernels.codec import address_of
-from tierstore.lookup import cfunc
 from tierstore.service.dataplane.view import TensorInfo
 from tierstore.service.protocols.tfserving.json_messages import parse_predict, tensors_of
 from tierstore.service.protocols.tfserving.signature import ServedSignatures
@@ -23,6 +23,7 @@ from tierstore.wire.json import predict as json_predict
 from tierstore.wire.json.elements import GROWTH
 
 GUARDED = Guarded(1 << 20)
+read = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 6)(json_predict.read.address)
 Input = tuple[str, str, tuple[int, ...], bytes]
 DATATYPES = {
     "item": "INT64", "clicked": "INT64", "clicked.offsets": "INT64", "clicked.weights": "FP32", "user": "UINT64", "word": "BYTES",
@@ -31,7 +32,9 @@ DATATYPES = {
 
 
 def signature(names: list[str]) -> ServedSignatures:
-    infos = {name: TensorInfo(name, datatype, ()) for name, datatype in DATATYPES.items() if name.split(".")[0] in names}
+    infos = {
+        name: TensorInfo(name, datatype, ()) for name, datatype in DATATYPES.items() if name.split(".")[0] in names
+    }
     features = {
         name: FeatureSpec(name, name, combiner="sum" if name in ("clicked", "tag") else None)
         for name in names
@@ -76,25 +79,32 @@ def by_kernels(text: bytes, names: list[str]) -> tuple[bytes, list[Input], list[
     inputs = [name(1 + k) for k in range(record.inputs)]
     outputs = [name(1 + record.inputs + k) for k in range(record.outputs)]
     assert inputs == sorted(inputs)
-    only = signature(names).only_input if "" in inputs else ""
-    inputs = [only + each if each in ("", ".offsets") and only else each for each in inputs]
+    if "" in inputs:
+        if len(names) > 1:
+            return None
+        inputs = [names[0] + each if each in ("", ".offsets") else each for each in inputs]
     if set(inputs) - set(signature(names).inputs):
-        return None
+        return None  # no plan has it
     datatypes = np.array([1 + layout.DATATYPES.index(DATATYPES[each]) for each in inputs], np.int64)
     ranks = [row(1 + k).rank for k in range(record.inputs)]
-    came = cfunc(json_predict.read)(address_of(datatypes), address_of(words), address_of(data), 0, 0, 0)
+    came = read(address_of(datatypes), address_of(words), address_of(data), 0, 0, 0)
     assert (data[GROWTH * len(text) :] == 0xA5).all()
     if not came:
         return None
-    read = []
+    found = []
     for k, each in enumerate(inputs):
         of = row(1 + k)
         assert of.rank == ranks[k]
         assert of.at + of.size <= record.data_bytes
-        read.append(
-            (each, layout.DATATYPES[of.datatype - 1], tuple(of.dims[: of.rank]), data[of.at : of.at + of.size].tobytes())
+        found.append(
+            (
+                each,
+                layout.DATATYPES[of.datatype - 1],
+                tuple(of.dims[: of.rank]),
+                data[of.at : of.at + of.size].tobytes(),
+            )
         )
-    return structure[:size].tobytes(), read, outputs
+    return structure[:size].tobytes(), found, outputs
 
 
 def check(text: bytes, names: list[str], *, taken: bool | None = None) -> bytes | None:
@@ -186,7 +196,9 @@ def test_what_is_taken_of_damaged_requests_means_the_same_to_both() -> None:
                 case 0:
                     damaged[at : at + rng.randint(1, 5)] = b""
                 case 1:
-                    damaged[at:at] = rng.choice([b",", b"[", b"]", b"{", b"}", b'"', b"1", b"-", b".5", b"null", b"\\", b" ", b"e1"])
+                    damaged[at:at] = rng.choice(
+                        [b",", b"[", b"]", b"{", b"}", b'"', b"1", b"-", b".5", b"null", b"\\", b" ", b"e1"]
+                    )
                 case 2:
                     damaged[at] = rng.randrange(256)
                 case 3:
@@ -208,7 +220,10 @@ def test_what_is_taken_of_damaged_requests_means_the_same_to_both() -> None:
 
 def _is_found_later(error: str, inputs: list[Input]) -> bool:
     """Whether an error is one that no plan is made for, or that is found when the record is bound: strings are compared with UTF-8 there."""
-    if any(text in error for text in ("unknown signature", "nested unevenly", "expected a list of at least one", "not valid UTF-8")):
+    if any(
+        text in error
+        for text in ("unknown signature", "nested unevenly", "expected a list of at least one", "not valid UTF-8")
+    ):
         return True
     return "output_filter" in error
 
@@ -230,7 +245,11 @@ def test_bags_of_rows_have_their_starts() -> None:
     structure = check(text, ["clicked", "item"], taken=True)
     found = by_kernels(text, ["clicked", "item"])
     assert found is not None
-    assert [(name, shape) for name, _, shape, _ in found[1]] == [("clicked", (3,)), ("clicked.offsets", (3,)), ("item", (3,))]
+    assert [(name, shape) for name, _, shape, _ in found[1]] == [
+        ("clicked", (3,)),
+        ("clicked.offsets", (3,)),
+        ("item", (3,)),
+    ]
     assert np.frombuffer(found[1][1][3], np.int64).tolist() == [0, 2, 2]
     assert check(b'{"instances":[[1,2],[],[3]]}', ["clicked"], taken=True) != structure
     even = b'{"instances":[{"clicked":[1,2],"item":7},{"clicked":[3,4],"item":8}]}'
