@@ -34,7 +34,8 @@ class Scoring:
     """What a thread needs to run the graph: `inputs` and `outputs` with their names, dtypes and ranks.
 
     `loose`: what was known of the session's outputs when it was made; `joins`: whether requests may be joined.
-    `request`: the one that it was learned from, if the thread looks up too; then `inputs` are those of the request.
+    `finite`: only numbers can be written, so Python answers where a score is NaN or infinite. `request`: the one that
+    it was learned from, if the thread looks up too; then `inputs` are those of the request.
     """
 
     protocol: str
@@ -47,6 +48,7 @@ class Scoring:
     outputs: Tensors
     names: list[str]
     joins: bool
+    finite: bool = False
     request: Request | None = None
 
     def runs_as(self, other: Scoring) -> bool:
@@ -200,5 +202,5 @@ def scoring_of(
     assert plan.loose is not None
     return Scoring(
         lesson.protocol, lesson.logged, model, plan.version, session, plan.loose, inputs, outputs, names,
-        can_join(plan) and not apart, request,
+        can_join(plan) and not apart, lesson.written.get("as_json", 0) > layout.FLAT, request,
     )  # fmt: skip
