@@ -204,7 +204,7 @@ class Variant:
         pieces = lesson.pieces(self.plan)
         assert pieces is not None
         counts = [0] * (1 + len(self.plan.calls))
-        self.words, self._kept = variant_words(1, self.plan, lesson.form, pieces, view, counts)
+        self.words, self._kept = variant_words(1, self.plan, lesson, pieces, view, counts)
 
 
 class Ran:

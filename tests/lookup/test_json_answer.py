@@ -11,7 +11,7 @@ import orjson
 import pytest
 
 from tests.compiled.answers import most_bytes
-from tests.compiled.float_text import misread
+from tests.compiled.float_text import READ_OTHERWISE, misread
 from tests.counts import few_or_many
 from tierstore.kernels.codec import address_of
 from tierstore.lookup import answer_values, binding, json_answer, plans
@@ -109,6 +109,13 @@ def test_floats_are_read_back_by_the_reader_of_requests() -> None:
     """Of all 2^32 one in 40,009; all of them with FLOAT32_STEP=1, which takes a core for minutes."""
     step = int(os.environ.get("FLOAT32_STEP", 40_009))
     assert sum(misread(first, first + (1 << 24), step) for first in range(0, 1 << 32, 1 << 24)) == 0
+
+
+def test_the_one_float_that_doubles_round_twice_is_spelled_as_orjson_spells_it() -> None:
+    odd = np.array([READ_OTHERWISE, READ_OTHERWISE | 1 << 31], np.uint32).view(np.float32)
+    assert (
+        written([("FP32", odd)]) == as_orjson_has_it([("FP32", odd)]) == b'{"outputs":[2,[7.038531e-26,-7.038531e-26]]}'
+    )
 
 
 @pytest.mark.counted

@@ -35,9 +35,9 @@ from tierstore.service.limits.shedding import Caller
 from tierstore.service.limits.worker_pool import Reservation
 from tierstore.service.protocols.tfserving import documents
 from tierstore.service.protocols.tfserving.json_messages import PredictBody, encode_answer, parse_predict, tensors_of
-from tierstore.service.protocols.tfserving.lessons import RestLesson
 from tierstore.service.protocols.tfserving.request import request_of, room_for
 from tierstore.service.protocols.tfserving.signature import DEFAULT
+from tierstore.service.reactor.predict_lessons import RestLesson
 from tierstore.service.reactor.scorings import may_learn
 
 

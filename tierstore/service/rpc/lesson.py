@@ -13,8 +13,8 @@ from tierstore.lookup import binding
 from tierstore.lookup import plans as layout
 from tierstore.service.dataplane.datatypes import BYTES, DATATYPES
 from tierstore.service.dataplane.plan import OutputSpec, Plan, Request
-from tierstore.service.protocols.tfserving.lessons import PredictLesson
 from tierstore.service.reactor.lessons import row_shapes, score_shapes
+from tierstore.service.reactor.predict_lessons import PredictLesson
 from tierstore.service.reactor.variants import Pieces, has_room
 from tierstore.service.rpc.oip_messages import Raw, RpcRequest
 from tierstore.service.rpc.protobuf import message_class, varint
