@@ -17,12 +17,12 @@ _FRAME_BYTES = 1 << 14
 class Frames:
     """One connection on which calls are frames that the client has made before, and answers bytes that it counts."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, method: str = METHOD) -> None:
         self._socket, self._stream, self._credit, self._space = connect(port), -1, b"", memoryview(b"")
         window = h2.settings((h2.INITIAL_WINDOW_SIZE, h2.MOST_WINDOW))
         self._socket.sendall(h2.PREFACE + window + h2.credit(0, h2.MOST_WINDOW >> 1))
         encoder = hpack.Encoder()
-        said = {":method": "POST", ":scheme": "http", ":path": METHOD, ":authority": "localhost",
+        said = {":method": "POST", ":scheme": "http", ":path": method, ":authority": "localhost",
                 "te": "trailers", "content-type": "application/grpc", "user-agent": "grpc-benchmark"}  # fmt: skip
         self._heads = [encoder.encode(said) for _ in range(2)]  # the second one is of names in the table
 

@@ -7,8 +7,8 @@ from typing import Any
 from numba import types
 
 from tierstore.kernels import LAST, compiled
-from tierstore.lookup import binding, grpc_answer, plans
-from tierstore.lookup.binding import values_at
+from tierstore.lookup import binding, grpc_answer, json_answer, plans
+from tierstore.lookup.answer_values import values_at
 from tierstore.lookup.plans import variant_at
 from tierstore.wire.request_record import record_at
 
@@ -28,3 +28,8 @@ def write_head(variant: Any, record: Any, values: Any, size: Any, date: Any, end
 def write_message(variant: Any, record: Any, values: Any, data: Any) -> Any:
     grpc_answer.frame_outputs(variant_at(variant), values_at(values), data)
     return grpc_answer.describe(variant_at(variant), record_at(record), values_at(values), data)
+
+
+@compiled(types.int64(types.int64, types.int64), when=LAST)
+def most_bytes(variant: Any, values: Any) -> Any:
+    return json_answer.most_bytes(variant_at(variant), values_at(values))

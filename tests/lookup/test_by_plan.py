@@ -22,7 +22,7 @@ from tierstore.engine.serving.epochs import Epochs
 from tierstore.engine.serving.served import PublishedWords
 from tierstore.kernels import codec
 from tierstore.kernels.codec import address_of
-from tierstore.lookup import binding, by_plan, plans
+from tierstore.lookup import answer_values, binding, by_plan, plans
 from tierstore.lookup.by_plan import ANSWERED, COLD, DOUBTFUL
 from tierstore.lookup.plans import MESSAGE, TENSORS
 from tierstore.service.dataplane.plan import Plan, Request
@@ -204,7 +204,7 @@ class Variant:
         pieces = lesson.pieces(self.plan)
         assert pieces is not None
         counts = [0] * (1 + len(self.plan.calls))
-        self.words, self._kept = variant_words(1, self.plan, lesson.form, pieces, view, counts)
+        self.words, self._kept = variant_words(1, self.plan, lesson, pieces, view, counts)
 
 
 class Ran:
@@ -232,7 +232,7 @@ class Ran:
             assert protobuf_scan.scan(begins, described, address_of(record), address_of(structure))
         tail = begins if form == MESSAGE else begins + described
         active = int(words._words["active"])
-        bound, values = np.zeros(binding.RUN_BYTES, np.uint8), np.zeros(binding.VALUES.bytes, np.uint8)
+        bound, values = np.zeros(binding.RUN_BYTES, np.uint8), np.zeros(answer_values.VALUES.bytes, np.uint8)
         codes = np.zeros(by_plan.MOST_KEYS, np.int64)
         places = address_of(record), tail, address_of(codes)
         self.bound = bind(variant, active, *places, MOST_BYTES, address_of(bound), address_of(values))

@@ -58,7 +58,7 @@ def scan(text: bytes) -> tuple[bytes, Record] | None:
         }  # fmt: skip
 
     def elements(row: dict[str, Any]) -> dict[str, Any]:
-        if record.in_json:
+        if record.decoded:
             row["data"] = data[row["at"] : row["at"] + row["size"]].tobytes()
         return row
 

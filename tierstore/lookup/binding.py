@@ -14,9 +14,9 @@ import numpy as np
 
 from tierstore.kernels.atomics import copy_bytes
 from tierstore.kernels.raw import load_i64, load_u8, load_u32, load_u64, store_i64, store_u8
-from tierstore.kernels.records import at, define, place
 from tierstore.kernels.xxh3 import hash_at
-from tierstore.lookup import by_plan, plans
+from tierstore.lookup import by_plan, plans, tensor_answer
+from tierstore.lookup.answer_values import value_at
 from tierstore.lookup.by_plan import MOST_BAGS, MOST_KEYS, MOST_WORK_BYTES, SCRATCH_BYTES, any_negative, first_call
 from tierstore.lookup.plans import (
     BAGS_OF_ROWS,
@@ -29,6 +29,8 @@ from tierstore.lookup.plans import (
     NOWHERE,
     SEEDED,
     STRINGS,
+    TENSORS_FRAMED,
+    UNFRAMED,
     piece_at,
     planned_at,
     run_call_at,
@@ -45,17 +47,6 @@ from tierstore.wire.request_record import (
 )
 
 NONE = -1
-
-MOST_NAMES = 64
-OUTPUT = define("OutputValues", "the sizes of one output of an answer", {
-    "first second": "the first two sizes of the output's shape",
-    "bytes at": "the bytes of the output, and their offset in the answer's data",
-})  # fmt: skip
-VALUES = define("Values", "the numbers that an answer's text needs; a piece names one by its place, counted in words", {
-    "named": ((np.int64, (MOST_NAMES,)), "the values of named sizes, of predictions"),
-    "outputs": ((OUTPUT.dtype, (MOST_TENSORS,)), "the sizes of each output; of a prediction first those of its rows, later those of its scores"),
-})  # fmt: skip
-values_at, _output_at = at(VALUES), at(OUTPUT)
 
 _MOST_STRING_BYTES, _MOST_COLLIDING = 1 << 18, 64  # limits on strings that are read in one turn
 MOST_CALLS = MOST_TENSORS
@@ -75,18 +66,6 @@ MOST_DIGITS = 20
 QUOTE, CLOSE_OBJECT, _ZERO = 34, 125, 48
 
 _U64 = np.uint64
-
-
-@nb.njit(inline="always")
-def value_at(values, number):  # type: ignore[no-untyped-def]
-    """The sizes of an output."""
-    return _output_at(place(values_at(values), "outputs"), number)
-
-
-@nb.njit
-def values_bytes(outputs):  # type: ignore[no-untyped-def]
-    """The bytes of an answer's values, of which that many outputs are in use."""
-    return place(value_at(0, outputs), "first")
 
 
 @nb.njit
@@ -270,14 +249,16 @@ def _place_outputs(variant, record, run, values):  # type: ignore[no-untyped-def
         planned = planned_at(planned, 1)
         call = run_call_at(call, 1)
     at, alignment = nb.int64(0), variant.alignment
-    framed = variant.framed != 0 and variant.scoring == 0  # rows for a graph are not part of the answer
+    framed = variant.framed if variant.scoring == 0 else UNFRAMED  # rows for a graph are not part of the answer
     for i in range(variant.outputs):
         value = value_at(values, i)
         size = value.bytes
-        if framed:
-            at += 1 + varint_bytes(size)
+        if framed != UNFRAMED:
+            at += tensor_answer.frame_bytes(variant, values, i) if framed == TENSORS_FRAMED else 1 + varint_bytes(size)
         value.at = at
         at += (size + alignment - 1) & -alignment
+    if framed == TENSORS_FRAMED:
+        at += tensor_answer.ending_bytes(variant)
     planned, call = variant.calls, first_call(run)
     for _ in range(variant.planned_calls):
         rows, found = planned.rows_to, planned.found_to

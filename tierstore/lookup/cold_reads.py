@@ -53,7 +53,7 @@ JOB = define("Job", "a request that a reactor has given to the readers of cold r
     "caller_rates model_rates": "the addresses of the rates that the request was charged to, or 0",
     "body_bytes keys": "the bytes and keys that were charged",
     "held_bytes": "the bytes that count as held until the job ends",
-    "own_data": "the address of the request's data in the block, if they came in JSON; else 0",
+    "own_data": "the address of the request's data in the block, if they were written apart; else 0",
     "values id_at id_bytes": "of an answer in JSON (`json_answer.py`): the addresses of its values and of its id, and the bytes of that; else 0",
     "text_at text_bytes": "the address of the block with that answer's JSON behind its HEAD_ROOM, or 0; and the bytes of the JSON",
     "lost": "1: the client is gone or has reset its stream",
@@ -322,12 +322,15 @@ def _probe_all(shared, job):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def write_answer(job, write_at):  # type: ignore[no-untyped-def]
-    """Write the JSON of a job's answer into a block of its own. False: there is no memory."""
-    block = allocate(json_answer.HEAD_ROOM + json_answer.most_bytes(job.variant, job.data_bytes))
+    """Write the JSON of a job's answer into a block of its own. False: there is no memory, or the full writer must write it."""
+    block = allocate(json_answer.HEAD_ROOM + json_answer.most_bytes(job.variant, job.values))
     if block == 0:
         return False
     begin = block + json_answer.HEAD_ROOM
     end = call_at(write_at, job.variant, job.values, job.id_at, job.id_bytes, job.block, begin)
+    if end == 0:
+        release(block)
+        return False
     job.text_at, job.text_bytes = block, end - begin
     return True
 

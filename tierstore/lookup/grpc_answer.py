@@ -1,4 +1,4 @@
-"""The writer of gRPC answers: a serialized ModelInferResponse around rows that a run has already put in place.
+"""The writer of gRPC answers: a serialized ModelInferResponse around rows that a run has already put in place, or a PredictResponse (`tensor_answer.py`).
 
 Each output's elements follow a tag and a length, for which `binding.bind` or `scoring.bind` leaves room. The description comes before all of them; it
 is written backwards, because each length stands before what it counts.
@@ -15,8 +15,10 @@ import numba as nb
 
 from tierstore.kernels.atomics import copy_bytes
 from tierstore.kernels.raw import load_i64, store_u8
-from tierstore.lookup.binding import NONE, value_at
-from tierstore.lookup.plans import piece_at
+from tierstore.lookup.answer_values import value_at
+from tierstore.lookup.binding import NONE
+from tierstore.lookup.plans import TENSORS_FRAMED, piece_at
+from tierstore.lookup.tensor_answer import write_frames
 from tierstore.wire.protobuf.varint import varint_before
 from tierstore.wire.request_record import NO_ID
 
@@ -40,7 +42,10 @@ def _piece_before(end, piece):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def frame_outputs(variant, values, data):  # type: ignore[no-untyped-def]
-    """Write the tag and the length of each output in front of its elements. Places of outputs count from the address `data`."""
+    """Write what is in front of the elements of each output: a tag and a length. Places of outputs count from the address `data`."""
+    if variant.framed == TENSORS_FRAMED:
+        write_frames(variant, values, data)
+        return
     for i in range(variant.texts.value):
         value = value_at(values, i)
         begin = data + value.at
@@ -53,6 +58,8 @@ def describe(variant, record, values, end):  # type: ignore[no-untyped-def]
 
     `values` come from `bind`; `record` has the id.
     """
+    if variant.framed == TENSORS_FRAMED:
+        return end
     pieces, k = variant.texts, variant.pieces - 1
     for _ in range(pieces.value):
         named, at = piece_at(pieces, k), end

@@ -63,10 +63,13 @@ PLANNED = define("PlannedCall", "a call of a variant; fields that are equal for 
     "hash": "NOT_HASHED, MOD_SIGNED, MOD_UNSIGNED or SEEDED: how codes become row numbers (`formats/key_hash.py`)",
     "mod bits": "the number of row numbers, and the bits that a code is xored with before it is hashed",
 })  # fmt: skip
+MOST_SCORE_RANK = 4
 PIECE = define("Piece", "a fixed text of an answer", {
     "at bytes": "the address and the bytes of the text",
     "value": "the place among the values of the number that follows the text, or NONE; in messages also a count of pieces or outputs (`grpc_answer.py`)",
     "datatype": "of a piece that the elements of output `value` follow, in JSON: their datatype, as a record has it; else 0",
+    "rank": "of such a piece in lists as the output is shaped, and in a PredictResponse: the number of the output's sizes",
+    "sizes": ((np.int64, (MOST_SCORE_RANK,)), "these sizes; ~n: the number at place n among the values"),
 })  # fmt: skip
 CHECK = define("Check", "the size that an input of a prediction must have along one axis", {
     "input axis": "the number of the input, and the axis",
@@ -78,7 +81,6 @@ GRAPH_INPUT = define("GraphInput", "an input of a graph: its source and its shap
     "width": "the size after these, or 0",
     "flat": "the factor by which the last of these is multiplied, or 0",
 })  # fmt: skip
-MOST_SCORE_RANK = 4
 SCORE = define("Score", "an output of a graph", {
     "width": "the bytes of an element",
     "rank": "the number of sizes",
@@ -99,8 +101,9 @@ VARIANT = define("Variant", "the way to answer requests of one structure under o
     "date_at": "the offset of the date in that head; a header block of gRPC has no date",
     "digits_at": "the offset in that head of the digits of the length, of rows for a front",
     "table table_counts": "the number of the table, and that of its row of counts, of rows for a front",
-    "framed": "1: each output of the answer follows its tag and its length (`grpc_answer.py`)",
-    "as_json": "1: the elements of all outputs are in the answer's JSON (`json_answer.py`)",
+    "framed": "UNFRAMED; FRAMED, TENSORS_FRAMED: each output of the answer follows its tag and its length, or its name and shape (`grpc_answer.py`)",
+    "as_json": "0; FLAT, NESTED, BY_ROW: the elements of all outputs are in the answer's JSON, in one of three forms (`json_answer.py`)",
+    "datatypes": "the address of the number of each input's datatype, where requests do not say it; or 0",
     "planned_calls": "the number of calls", "calls": (PLANNED, "the first of them"),
     "outputs output_bytes": "the number of outputs, and the address of each one's bytes: of an element, of a row, or of one `found`",
     "pieces": "the number of pieces", "texts": (PIECE, "the first of them"),
@@ -109,7 +112,7 @@ VARIANT = define("Variant", "the way to answer requests of one structure under o
 })  # fmt: skip
 PLAN = define("Plan", "the way to answer requests of one path and structure", {
     "path_at path_bytes structure_at structure_bytes": "the path and the structure, by which the plan is found",
-    "form": "TENSORS: requests over HTTP; STORED_ROWS: requests of a front, by their line; MESSAGE: requests of gRPC, by their model",
+    "form": "TENSORS: requests over HTTP; STORED_ROWS: requests of a front, by their line; MESSAGE, PREDICT_MESSAGE: requests of gRPC, by their model",
     "model": "the slot of the model",
     "rates_at": "the address of the model's rates, or 0",
     "wanted": "ANY_VERSION: the active version or the canary, by its share; ONE_VERSION; STABLE; ONLY_CANARY; BY_LABEL",
@@ -128,8 +131,10 @@ check_at, graph_input_at, score_at = map(at, (CHECK, GRAPH_INPUT, SCORE))
 CALL_BYTES, RUN_BYTES = CALL.bytes, RUN.bytes
 
 # values of a plan's `form` and `wanted`
-TENSORS, STORED_ROWS, MESSAGE = range(3)
+TENSORS, STORED_ROWS, MESSAGE, PREDICT_MESSAGE = range(4)
 ANY_VERSION, ONE_VERSION, STABLE, ONLY_CANARY, BY_LABEL = range(5)
+UNFRAMED, FRAMED, TENSORS_FRAMED = range(3)  # values of a variant's `framed`
+FLAT, NESTED, BY_ROW = range(1, 4)  # values of its `as_json`
 SETS, WAYS = 512, 8  # of the index of plans: sets, and plans in each
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from tierstore.kernels.atomics import copy_bytes
 from tierstore.kernels.records import at, define
-from tierstore.lookup import binding, by_plan, plans
+from tierstore.lookup import answer_values, by_plan, plans, tensor_answer
 from tierstore.wire.protobuf.varint import varint_bytes
 from tierstore.wire.request_record import row_at
 
@@ -39,8 +39,8 @@ def bind(variant, record, values):  # type: ignore[no-untyped-def]
 
     Returns the bytes of all scores, with the tags and lengths between them if the answer is framed; or -1.
     """
-    scoring, framed = variant.scoring, variant.framed != 0
-    for i in range(binding.MOST_NAMES):
+    scoring, framed = variant.scoring, variant.framed
+    for i in range(answer_values.MOST_NAMES):
         values.named[i] = -1
     check = scoring.first_check
     for _ in range(scoring.checks):
@@ -58,12 +58,17 @@ def bind(variant, record, values):  # type: ignore[no-untyped-def]
             count *= _size(values, score.sizes[axis])
             if count > _MOST_BYTES:
                 return nb.int64(-1)
-        if framed:
+        value = answer_values.value_at(values, i)
+        value.bytes = count
+        if framed == plans.TENSORS_FRAMED:
+            total += tensor_answer.frame_bytes(variant, values, i)
+        elif framed != plans.UNFRAMED:
             total += 1 + varint_bytes(count)
-        value = binding.value_at(values, i)
-        value.bytes, value.at = count, total
+        value.at = total
         total += count
         score = plans.score_at(score, 1)
+    if framed == plans.TENSORS_FRAMED:
+        total += tensor_answer.ending_bytes(variant)
     return total
 
 
@@ -112,7 +117,7 @@ def write_table(scoring, record, run, tail, values, rows, scores, at):  # type: 
         table = graph_row_at(table, 1)
     score = scoring.first_score
     for i in range(scoring.scores):
-        table.at = scores + binding.value_at(values, i).at
+        table.at = scores + answer_values.value_at(values, i).at
         for axis in range(score.rank):
             table.sizes[axis] = _size(values, score.sizes[axis])
         score = plans.score_at(score, 1)

@@ -35,6 +35,7 @@ from tierstore.reactor.layout import (
     HEADER,
     MADE_A_JOB,
     MOST_AS_JSON,
+    MOST_TEXT_BYTES,
     NO_PLAN,
     PREDICTION,
     ROWS_ON_DISK,
@@ -261,11 +262,14 @@ def look_up(me, plan, variant, view, tail, began, planned):  # type: ignore[no-u
     if came == by_plan.COLD:
         came = read_cached(me, view, tail, data)
     if came == by_plan.ANSWERED:
-        draw(me, plan, began, me.bound.keys)
         ran = monotonic_ns()
         if variant.as_json != 0:
             text, record = me.text + json_answer.HEAD_ROOM, me.record
-            me.text_bytes = call_at(me.write, variant, me.values, record.id_at, record.id_bytes, data, text) - text
+            end = call_at(me.write, variant, me.values, record.id_at, record.id_bytes, data, text)
+            if end == 0:
+                return by_plan.DOUBTFUL
+            me.text_bytes = end - text
+        draw(me, plan, began, me.bound.keys)
         by_plan.count_keys(me.bound, tail, me.states, me.table_counts, TABLE_COUNT_WORDS)
         count(me, variant, began, planned, ran, monotonic_ns())  # before it is sent: a client finds its answer counted
     return came
@@ -279,8 +283,8 @@ def answer(me, fd, at, whole, last, began):  # type: ignore[no-untyped-def]
     then nothing was done.
     """
     found, since = me.found, connection_at(me.conns, fd).began_ns
-    text, text_bytes = at + found.head_bytes, found.json_bytes
-    if text_bytes == http1_head.NONE:
+    text, text_bytes, typed = at + found.head_bytes, found.json_bytes, found.kind != http1_head.PREDICT
+    if text_bytes == http1_head.NONE or not typed:
         text_bytes = found.body_bytes
     tail, tail_bytes = text + text_bytes, found.body_bytes - text_bytes
     if text_bytes <= 0 or tail_bytes < 0:
@@ -288,9 +292,10 @@ def answer(me, fd, at, whole, last, began):  # type: ignore[no-untyped-def]
     why = why_not(me, fd, at, since, began)
     if why != MAY:
         return why
-    if call_at(me.scan, text, text_bytes, me.record, me.data, 0, 0) != request_record.SCANNED:
+    scan = me.scan if typed else me.scan_predict
+    if call_at(scan, text, text_bytes, me.record, me.data, 0, 0) != request_record.SCANNED:
         return DESCRIPTION
-    in_json = me.record.in_json != 0
+    in_json = me.record.decoded != 0
     if (0 if in_json else me.record.data_bytes) != tail_bytes or (not in_json and found.json_bytes == http1_head.NONE):
         return VALUES
     if in_json:
@@ -305,15 +310,18 @@ def answer(me, fd, at, whole, last, began):  # type: ignore[no-untyped-def]
         return ANSWERED
     if predicts and variant.scoring == 0:
         return PREDICTION
+    if not typed and call_at(me.read_predict, variant.datatypes, me.record, me.data, 0, 0, 0) == 0:
+        return VALUES
     why = bind_plan(me, variant, view, tail, since, more, began)
     if why >= 0:
         return why
     planned, closing = monotonic_ns(), _is_closing(me, last)
     keys, as_json = me.bound.keys, variant.as_json != 0
     if as_json and not predicts:
-        if me.bound.answer_bytes > MOST_AS_JSON:
+        most = json_answer.most_bytes(variant, me.values)
+        if me.bound.answer_bytes > MOST_AS_JSON or most > MOST_TEXT_BYTES:
             why = LONG
-        if not has_room(me, json_answer.GROWTH * me.bound.answer_bytes + more):
+        if not has_room(me, most + more):
             return BUSY
     if predicts:
         data = bind_scores(me, variant)
@@ -328,7 +336,7 @@ def answer(me, fd, at, whole, last, began):  # type: ignore[no-untyped-def]
             me, fd, plan, variant, view, tail, why == MAY, begin, data, more, since, timeout_of(me), began
         )
         if made == MADE_A_JOB:
-            job_at(me.jobs, number).tail = found.head_bytes + text_bytes
+            job_at(me.jobs, number).tail = tail - at
             await_job(me, fd, number, closing)
             draw(me, plan, began, keys)
         return made
@@ -342,7 +350,7 @@ def answer(me, fd, at, whole, last, began):  # type: ignore[no-untyped-def]
         number = make_job(me, fd, plan, variant, view, begin, why == MAY, began, planned)
         if number < 0:
             return BUSY
-        job_at(me.jobs, number).tail = found.head_bytes + text_bytes
+        job_at(me.jobs, number).tail = tail - at
         await_job(me, fd, number, closing)
         draw(me, plan, began, keys)
         return MADE_A_JOB

@@ -31,6 +31,8 @@ from tierstore.reactor.layout import (
     reactor_at,
 )
 from tierstore.reactor.predictions import bind_scores, make_prediction, timeout_of
+from tierstore.wire.http1.head import PREDICT
+from tierstore.wire.protobuf import predict as protobuf_predict
 from tierstore.wire.protobuf import scan as protobuf_scan
 from tierstore.wire.request_record import SCANNED, row_at
 
@@ -45,7 +47,7 @@ def _refuse(me, variant):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _predict(me, fd, plan, variant, view, message, message_bytes, short, began):  # type: ignore[no-untyped-def]
+def _predict(me, fd, plan, variant, view, tail, message_bytes, short, began):  # type: ignore[no-untyped-def]
     """Begin a prediction: MADE_A_JOB, or a reason. `short`: its look-ups take little time."""
     call, keys = me.call, me.bound.keys
     data = bind_scores(me, variant)
@@ -53,7 +55,7 @@ def _predict(me, fd, plan, variant, view, message, message_bytes, short, began):
         return VALUES
     begin = describe(variant, me.record, me.values, me.answer + HEAD_ROOM)
     made, number = make_prediction(
-        me, fd, plan, variant, view, message, short, begin, data, message_bytes, call.since_ns, timeout_of(me), began
+        me, fd, plan, variant, view, tail, short, begin, data, message_bytes, call.since_ns, timeout_of(me), began
     )
     if made == MADE_A_JOB:
         job = job_at(me.jobs, number)
@@ -65,12 +67,12 @@ def _predict(me, fd, plan, variant, view, message, message_bytes, short, began):
 
 @nb.njit
 def answer_call(me, fd, text, message, message_bytes, began):  # type: ignore[no-untyped-def]
-    """Answer the ModelInferRequest of `message_bytes` at `message`, if it has a plan.
+    """Answer the ModelInferRequest or PredictRequest (`me.found.kind`) of `message_bytes` at `message`, if it has a plan.
 
     `me.found` describes its headers as it does a head of HTTP/1 (`wire/http1/head.py`), with places counted from `text`; the body is the message.
     `me.call` has SINCE_NS. Results:
 
-        ANSWERED     `me.call` says where the ModelInferResponse is; there is room for 512 bytes before it
+        ANSWERED     `me.call` says where the answer is; there is room for 512 bytes before it
         TURNED_AWAY  `me.call` says where the header block of the status is
         MADE_A_JOB   a prediction, or memory lacks rows: `me.call` has the job's number; the job's tail counts from the message
         a reason     nothing was done, and Python must answer
@@ -79,9 +81,14 @@ def answer_call(me, fd, text, message, message_bytes, began):  # type: ignore[no
     why = why_not(me, fd, text, call.since_ns, began)
     if why != MAY:
         return why
-    if protobuf_scan.scan_at(message, message_bytes, me.record) != SCANNED:
+    typed = me.found.kind != PREDICT
+    if typed:
+        scanned = protobuf_scan.scan_at(message, message_bytes, me.record)
+    else:
+        scanned = protobuf_predict.scan_at(message, message_bytes, me.record)
+    if scanned != SCANNED:
         return DESCRIPTION
-    own, form = row_at(me.record, 0), plans.MESSAGE
+    own, form = row_at(me.record, 0), plans.MESSAGE if typed else plans.PREDICT_MESSAGE
     model, model_bytes = own.name_at, own.name_bytes
     why, plan, variant, view = plan_for(me, model, model_bytes, form, began)
     predicts = why == MAY and variant.head_at != 0
@@ -89,16 +96,22 @@ def answer_call(me, fd, text, message, message_bytes, began):  # type: ignore[no
         return _refuse(me, variant)
     if predicts and variant.scoring == 0:
         return PREDICTION
+    tail = message
+    if why == MAY and not typed:
+        if not protobuf_predict.read_at(message, variant.datatypes, me.record, me.data):
+            return VALUES
+        if me.record.decoded != 0:
+            tail = me.data
     if why == MAY:
-        why = bind_plan(me, variant, view, message, call.since_ns, message_bytes, began)
+        why = bind_plan(me, variant, view, tail, call.since_ns, message_bytes, began)
     if why != MAY and why != LONG:
         return why
     short = why == MAY
     if predicts:
-        return _predict(me, fd, plan, variant, view, message, message_bytes, short, began)
+        return _predict(me, fd, plan, variant, view, tail, message_bytes, short, began)
     planned, came = monotonic_ns(), by_plan.COLD
     if short:
-        came = look_up(me, plan, variant, view, message, began, planned)
+        came = look_up(me, plan, variant, view, tail, began, planned)
     if came != by_plan.ANSWERED and came != by_plan.COLD:
         return ROWS_ON_DISK if came == by_plan.ELSEWHERE else VALUES
     data = me.answer + HEAD_ROOM

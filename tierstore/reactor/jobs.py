@@ -12,7 +12,7 @@ from tierstore.kernels.atomics import add_at, copy_bytes, release_i64
 from tierstore.kernels.raw import call_at
 from tierstore.kernels.records import place
 from tierstore.kernels.sysio import allocate, monotonic_ns, release, write
-from tierstore.lookup import binding, by_plan, cold_reads, json_answer, plans
+from tierstore.lookup import answer_values, binding, by_plan, cold_reads, json_answer, plans
 from tierstore.reactor.connections import end, has_room, hold, notify, set_send_deadline
 from tierstore.reactor.layout import (
     BOUNDS,
@@ -82,14 +82,14 @@ def read_cached(me, view, tail, data):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _values_bytes(variant):  # type: ignore[no-untyped-def]
-    return binding.values_bytes(variant.outputs if variant.scoring == 0 else variant.scoring.scores)
+    return answer_values.values_bytes(variant.outputs if variant.scoring == 0 else variant.scoring.scores)
 
 
 @nb.njit
 def kept_bytes(me, variant):  # type: ignore[no-untyped-def]
     """The bytes of what `keep` keeps, from a multiple of 8 on."""
     size = nb.int64(0)
-    if me.record.in_json != 0:
+    if me.record.decoded != 0:
         size += (me.record.data_bytes + 7) & ~7
     if variant.as_json != 0:
         size += _values_bytes(variant) + max(me.record.id_bytes, nb.int64(0))
@@ -97,16 +97,16 @@ def kept_bytes(me, variant):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def as_json_bytes(variant, data):  # type: ignore[no-untyped-def]
-    """The most bytes that `data` bytes of an answer take once more as JSON."""
-    return json_answer.GROWTH * data if variant.as_json != 0 else nb.int64(0)
+def as_json_bytes(me, variant):  # type: ignore[no-untyped-def]
+    """The most bytes that an answer with the values at `me.values` takes once more as JSON."""
+    return json_answer.most_bytes(variant, me.values) if variant.as_json != 0 else nb.int64(0)
 
 
 @nb.njit
 def keep(me, variant, job, at):  # type: ignore[no-untyped-def]
-    """Keep for a job what lies in the reactor's own memory: data that came in JSON, and what an answer in JSON needs."""
+    """Keep for a job what lies in the reactor's own memory: data that were written apart, and what an answer in JSON needs."""
     record = me.record
-    if record.in_json != 0:
+    if record.decoded != 0:
         job.own_data = at
         copy_bytes(at, me.data, record.data_bytes)
         at += (record.data_bytes + 7) & ~7
@@ -136,7 +136,7 @@ def make_job(me, fd, plan, variant, view, begin, probed, began, planned):  # typ
     # an answer in JSON may be long though its run, which may have codes, is short
     keeps_codes = probed or (variant.as_json != 0 and keys <= by_plan.MOST_KEYS)
     more, kept = codes + (8 * keys if keeps_codes else 0), kept_bytes(me, variant)
-    held = head + data + kept + as_json_bytes(variant, data)
+    held = head + data + kept + as_json_bytes(me, variant)
     if held > head + data and not has_room(me, held):
         return nb.int64(-1)
     block = allocate(more + kept)

@@ -10,7 +10,7 @@ import numpy as np
 from tierstore.kernels.latency import BOUNDS_NS, BUCKETS
 from tierstore.kernels.records import TEXT, at, define
 from tierstore.kernels.sysio import EDGE, HALF_CLOSED, READABLE, WRITABLE
-from tierstore.lookup import binding, cold_reads, json_answer, plans
+from tierstore.lookup import answer_values, cold_reads, plans
 from tierstore.wire import request_record
 from tierstore.wire.http1 import head as http1_head
 from tierstore.wire.http2 import layout as http2_layout
@@ -154,7 +154,7 @@ HEAD_ROOM = 1 << 18  # bytes in front of the answer's data
 MOST_AS_JSON = (
     1 << 17
 )  # bytes of elements that a reactor writes as JSON itself: a millisecond. Readers write more of them
-MOST_TEXT_BYTES = json_answer.HEAD_ROOM + HEAD_ROOM + json_answer.GROWTH * MOST_AS_JSON
+MOST_TEXT_BYTES = 1 << 20  # of JSON that a reactor writes itself
 FRAMES_BYTES = 1 << 18
 SWEEP_NS = 1_000_000_000
 PROBE_NS = 50_000_000  # after this time away, an end of the client's side most likely means that the client has gone
@@ -185,6 +185,7 @@ REACTOR = define("Reactor", "the working memory of one reactor; Python keeps it 
     "readers": (cold_reads.READERS, "the state of the readers of cold rows"),
     "counts": (VERSION_COUNTS, "the counts of versions"), "table_counts": "the address of the counts of tables, TABLE_COUNT_WORDS for each",
     "run finish scan write": "the addresses of `by_plan.run`, `cold_reads.finish`, `json/scan.fill` and `json_answer.write`",
+    "scan_predict read_predict": "the addresses of `json/predict.fill` and `json/predict.read`",
     "run_rows http2 run_call": "the addresses of `front_rows.run`, `reactor_http2.run` and `reactor_calls.run`; 0 until they are compiled",
     "found": (http1_head.HEAD, "the head of the present request"),
     "call": (ANSWERED_CALL, "the outcome of the present call of gRPC"),
@@ -194,12 +195,12 @@ REACTOR = define("Reactor", "the working memory of one reactor; Python keeps it 
     "message": (MESSAGE_RECORD, "the message that is being written"),
     "buffer": "the address of BUFFER_BYTES for bytes that come",
     "answer": "the address of HEAD_ROOM and the largest answer, aligned",
-    "data": "the address of the present request's elements that came in JSON, scan.DATA_BYTES",
-    "text text_bytes": "the address of an answer in JSON, MOST_TEXT_BYTES, and its bytes",
+    "data": "the address of the present request's elements where they do not stay as they came, scan.DATA_BYTES",
+    "text text_bytes": "the address of an answer in JSON, behind its HEAD_ROOM, MOST_TEXT_BYTES; and its bytes",
     "states": "the address of a byte for each key",
     "scratch": "the address of working memory",
     "record": (request_record.RECORD, "the record of the present request"), "structure": "the address of its structure",
-    "bound": (plans.RUN, "the run of the present request"), "values": (binding.VALUES, "the values of its answer"), "codes": "the address of the codes of its string keys",
+    "bound": (plans.RUN, "the run of the present request"), "values": (answer_values.VALUES, "the values of its answer"), "codes": "the address of the codes of its string keys",
     "date": "the address of the 29 bytes of the date",
     "headers": "the address of http2_layout.WORK_BYTES for decoding a header list of HTTP/2",
     "frames": "the address of FRAMES_BYTES for frames that are to leave",

@@ -78,7 +78,7 @@ def make_prediction(me, fd, plan, variant, view, tail, short, begin, data, of_re
     table_bytes, run_bytes = scoring.table_bytes(wanted, me.record), by_plan.run_bytes(run)
     more = kept_bytes(me, variant)
     size = head + data + 63 + table_bytes + answered + 7 + run_bytes + 9 * keys + 7 + more
-    held = size + as_json_bytes(variant, data)
+    held = size + as_json_bytes(me, variant)
     if not has_room(me, held + of_request):
         return BUSY, nb.int64(-1)
     block = allocate(size)

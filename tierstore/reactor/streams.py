@@ -118,7 +118,7 @@ def _call(me, fd, row, body, size, now):  # type: ignore[no-untyped-def]
     found.path_at, found.path_bytes = row.path_at, row.path_bytes
     found.head_bytes = found.closing = 0
     found.body_bytes, found.json_bytes = size - http2_calls.PREFIX, http1_head.NONE
-    found.kind = http1_head.INFER
+    found.kind = http1_head.PREDICT if row.kind == http2_layout.PREDICT else http1_head.INFER
     since = row.began_ns
     me.call.since_ns = since if since < now else 0  # 0: all of it came in the last read
     line = place(me.line, "announced")
@@ -175,7 +175,7 @@ def _submit(me, fd, s, row, number):  # type: ignore[no-untyped-def]
     """Hand out the job of a stream's call together with the request, which may outlive the stream."""
     job = job_at(me.jobs, number)
     job.stream, job.request, job.request_bytes = row.id, row.at, row.bytes
-    job.tail = row.at + row.head_bytes + http2_calls.PREFIX
+    job.tail = job.own_data if job.own_data != 0 else row.at + row.head_bytes + http2_calls.PREFIX
     job.held_bytes += row.bytes
     add_at(place(me.shared, "inflight"), row.bytes)
     http2_out.hold(s, -row.bytes)
@@ -193,7 +193,7 @@ def _on_request(me, fd, s, row, body, size, now):  # type: ignore[no-untyped-def
         _give(me, fd, s, row, STREAM_REQUEST, SIZE)
         return
     reason = OTHER
-    if row.kind == http2_layout.CALL:
+    if row.kind in (http2_layout.CALL, http2_layout.PREDICT):
         reason = _call(me, fd, row, body, size, now)
         if reason in (ANSWERED, TURNED_AWAY):
             _answer(me, fd, s, row, reason, me.call.answer_at, me.call.answer_bytes)

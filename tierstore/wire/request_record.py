@@ -14,18 +14,20 @@ import numba as nb
 import numpy as np
 
 from tierstore.kernels.atomics import copy_bytes
-from tierstore.kernels.raw import store_u8
+from tierstore.kernels.raw import load_u8, store_u8
 from tierstore.kernels.records import at, define
 from tierstore.kernels.sysio import clear_bytes
 
 MOST_RANK = 4
+MOST_TENSORS = 1024  # inputs, and outputs
 RECORD = define("RequestRecord", "an inference request, followed by its own row, one row for each input, and one for each output", {
     "inputs outputs": "the numbers of inputs and outputs",
     "id_at id_bytes": "the place and the bytes of its id; NO_ID: it has none",
     "data_bytes": "the bytes of all inputs, which lie end to end",
-    "in_json": "the number of inputs whose elements came in JSON: either all or none",
+    "decoded": "the number of inputs whose elements are not taken as they came but were written to other memory: either all or none",
     "depth": "of the lists of elements that are being read: how many are around an element; 0: it is not known yet",
     "sizes counts": ((np.int64, (MOST_RANK,)), "the entries of each list, by its depth, and the entries that have come"),
+    "columns": ((np.int64, (MOST_TENSORS,)), "of rows as objects of JSON: the number of the input for each member, in the order of the text"),
 })  # fmt: skip
 record_at = at(RECORD)
 NO_ID = -1  # of `id_bytes`
@@ -39,13 +41,14 @@ ROW = define("RequestRow", "the description of a request, an input or an output"
     "dtype_at dtype_bytes combiner_at combiner_bytes": "the places and the bytes of the parameters dtype and combiner",
     "timeout_us": "the timeout, in the request's own row",
     "version_at version_bytes": "the place and the bytes of the model's version, in the request's own row",
+    "value_at value_bytes value_kind": "of requests whose plan says the datatypes: the place, the bytes and the kind of an input's elements, which are read then",
+    "starts": "of an input whose elements are bags: the number of the input with their starts, which are counted when they are read",
 })  # fmt: skip
 _row_at, _ROW_BYTES = at(ROW), ROW.bytes
 NOT_GIVEN, NO, YES = range(3)  # of `binary` and `by_default`
 NO_SIZE = -1  # of `size`
 MOST_SIZE = (1 << 31) - 1  # of a dimension, and of `size`
-MOST_TENSORS = 1024  # inputs, and outputs
-RECORD_BYTES = RECORD.bytes + ROW.bytes * (1 + 2 * MOST_TENSORS)
+RECORD_BYTES = RECORD.bytes + ROW.bytes * (2 + 2 * MOST_TENSORS)  # one more row, for sorting
 
 # datatypes by number, from 1 on, and the bytes of an element; 0: variable
 DATATYPES = (
@@ -72,7 +75,7 @@ def begin(record):  # type: ignore[no-untyped-def]
     record.outputs = 0
     record.id_bytes = NO_ID
     record.data_bytes = 0
-    record.in_json = 0
+    record.decoded = 0
     clear_row(row_at(record, 0))
 
 
@@ -80,6 +83,43 @@ def begin(record):  # type: ignore[no-untyped-def]
 def clear_row(row):  # type: ignore[no-untyped-def]
     clear_bytes(row, _ROW_BYTES)
     row.size = NO_SIZE
+
+
+@nb.njit
+def _name_order(one, other):  # type: ignore[no-untyped-def]
+    """Below 0, 0 or above: the order of two rows by their names."""
+    for i in range(min(one.name_bytes, other.name_bytes)):
+        difference = nb.int64(load_u8(one.name_at, i)) - nb.int64(load_u8(other.name_at, i))
+        if difference != 0:
+            return difference
+    return one.name_bytes - other.name_bytes
+
+
+@nb.njit
+def sort_inputs(record):  # type: ignore[no-untyped-def]
+    """Put the inputs in the order of their names (Shell sort: writers have few orders, most of them this one). False if two have the same name."""
+    n = record.inputs
+    first, kept = row_at(record, 1), row_at(record, 1 + 2 * MOST_TENSORS)
+    gap = 1
+    while 9 * gap < 4 * n:
+        gap = 9 * gap // 4 + 1
+    while n > 1:
+        for i in range(gap, n):
+            if _name_order(_row_at(first, i - gap), _row_at(first, i)) <= 0:
+                continue
+            copy_bytes(kept, _row_at(first, i), _ROW_BYTES)
+            k = i
+            while k >= gap and _name_order(_row_at(first, k - gap), kept) > 0:
+                copy_bytes(_row_at(first, k), _row_at(first, k - gap), _ROW_BYTES)
+                k -= gap
+            copy_bytes(_row_at(first, k), kept, _ROW_BYTES)
+        if gap == 1:
+            break
+        gap = max(4 * gap // 9, 1)
+    for i in range(1, n):  # noqa: SIM110 - for the compiler
+        if _name_order(_row_at(first, i - 1), _row_at(first, i)) == 0:
+            return False
+    return True
 
 
 @nb.njit(inline="always")

@@ -31,9 +31,9 @@ from tierstore.service.server import ServerThread
 
 Own = tuple[Store, ServerThread, httpx.Client]
 OIP, TFS = "/v2/models/ctr/infer", "/v1/models/ctr:predict"
-KEYS: dict[str, dict[str, Any]] = {  # what reactors leave to Python, the first for a member that they cannot skip
+KEYS: dict[str, dict[str, Any]] = {  # what reactors leave to Python, for a member that they cannot skip
     OIP: {"inputs": [{"name": "item_id", "datatype": "INT64", "shape": [2], "data": [1, 100]}], "other": []},
-    TFS: {"instances": [1, 100]},
+    TFS: {"instances": [1, 100], "other": []},
 }
 
 

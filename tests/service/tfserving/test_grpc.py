@@ -264,6 +264,7 @@ def test_model_status(call: Callable[..., Any]) -> None:
 def test_requests_are_counted(server: ServerThread, predict: Predict) -> None:
     def counts() -> tuple[int, int]:
         service = server.service
+        service.refresh()  # reactors count for themselves
         times = service.request_times.histograms[("tfs_grpc", "ok")].counts
         return sum(times), service.inference_stats.of("ctr", VERSION).success
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from typing import Protocol
 
-from tierstore.errors import shown
+from tierstore.errors import Overloaded, shown
 from tierstore.service.context import Service
 from tierstore.service.error_status import HttpError, http_outcome, outcome_of
 from tierstore.service.exchange import Exchange, Message
@@ -26,9 +26,12 @@ from tierstore.service.http.messages import (
     caller_of,
     error_response,
     read_body,
+    ready_response,
 )
-from tierstore.service.limits.shedding import Caller, Gone
+from tierstore.service.limits.shedding import WAITS_TOO_LONG, Caller, Gone
 from tierstore.service.limits.worker_pool import Reservation
+
+REFUSAL = ready_response(error_response(Overloaded(WAITS_TOO_LONG)))  # by a reactor, of a prediction
 
 
 class HttpMessage(Message[Response], Protocol):

@@ -12,13 +12,13 @@ from typing import Any
 import orjson
 
 from tierstore.access.rules import is_listed
-from tierstore.errors import InvalidInput, NotFound, Overloaded, shown
+from tierstore.errors import InvalidInput, NotFound, shown
 from tierstore.service.context import PlanIndex, Service
 from tierstore.service.dataplane.inference import AnyRequest, Inference
 from tierstore.service.dataplane.plan import Plan, Request
 from tierstore.service.dataplane.tensors import Elements
 from tierstore.service.exchange import DIRECT_BYTES, DIRECT_TEXT_BYTES
-from tierstore.service.http.application import HttpMessage, ProtocolApplication, allow
+from tierstore.service.http.application import REFUSAL, HttpMessage, ProtocolApplication, allow
 from tierstore.service.http.messages import (
     PEER,
     UNNAMED,
@@ -30,15 +30,13 @@ from tierstore.service.http.messages import (
     coded,
     decode_body,
     decoded,
-    error_response,
     is_coded,
     json_response,
     principal_of,
     read_body,
-    ready_response,
     to_parse,
 )
-from tierstore.service.limits.shedding import WAITS_TOO_LONG, Caller
+from tierstore.service.limits.shedding import Caller
 from tierstore.service.limits.worker_pool import Reservation
 from tierstore.service.protocols.oip import documents
 from tierstore.service.protocols.oip.json_request import (
@@ -56,7 +54,6 @@ from tierstore.service.reactor.lessons import HttpLesson
 from tierstore.types import as_version
 
 _BINARY = b"application/octet-stream"
-_REFUSAL = ready_response(error_response(Overloaded(WAITS_TOO_LONG)))
 
 
 class InferMessage:
@@ -154,7 +151,7 @@ class InferMessage:
             return
         text = self._body[: len(self._body) - len(self._tail or b"")]
         lesson = HttpLesson(self.model, self.version, text, self._parsed, self._layout)
-        plans.learn(self.model, view, self.version, plan, lesson, None if plan.dense is None else _REFUSAL)
+        plans.learn(self.model, view, self.version, plan, lesson, None if plan.dense is None else REFUSAL)
 
     def read(self, inference: Inference) -> tuple[list[Elements], list[Any]]:
         parsed, plan, joined = self._parsed, inference.plan, None

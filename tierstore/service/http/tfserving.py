@@ -18,8 +18,9 @@ from tierstore.service.dataplane.inference import AnyRequest, Inference
 from tierstore.service.dataplane.plan import Plan, Request
 from tierstore.service.dataplane.tensors import Elements
 from tierstore.service.exchange import DIRECT_TEXT_BYTES
-from tierstore.service.http.application import HttpMessage, ProtocolApplication, allow
+from tierstore.service.http.application import REFUSAL, HttpMessage, ProtocolApplication, allow
 from tierstore.service.http.messages import (
+    UNPLANNED,
     Headers,
     Receive,
     Response,
@@ -36,22 +37,42 @@ from tierstore.service.protocols.tfserving import documents
 from tierstore.service.protocols.tfserving.json_messages import PredictBody, encode_answer, parse_predict, tensors_of
 from tierstore.service.protocols.tfserving.request import request_of, room_for
 from tierstore.service.protocols.tfserving.signature import DEFAULT
+from tierstore.service.reactor.predict_lessons import RestLesson
 
 
 class PredictMessage:
-    """A predict request over HTTP, as a `Message`."""
+    """A predict request over HTTP, as a `Message`. `teaches`: whether reactors should learn from it."""
 
-    __slots__ = ("_body", "_elements", "_headers", "_holding", "_parsed", "_service", "model", "version")
+    __slots__ = (
+        "_body",
+        "_elements",
+        "_headers",
+        "_holding",
+        "_made",
+        "_parsed",
+        "_service",
+        "model",
+        "teaches",
+        "version",
+    )
 
     _elements: list[Elements]
+    _made: Request
     _parsed: PredictBody
     timeout_us = None  # the protocol has none
 
     def __init__(
-        self, service: Service, model: str, version: int | str | None, headers: Headers, holding: Reservation
+        self,
+        service: Service,
+        model: str,
+        version: int | str | None,
+        headers: Headers,
+        holding: Reservation,
+        *,
+        teaches: bool,
     ) -> None:
         self._service, self._headers, self._holding = service, headers, holding
-        self.model, self.version = model, version
+        self.model, self.version, self.teaches = model, version, teaches
         self._body = memoryview(b"")
 
     def receive(self, body: memoryview, caller: Caller) -> None:
@@ -76,8 +97,8 @@ class PredictMessage:
     def _request(self, view: View) -> Request:
         parsed, service = self._parsed, self._service
         tensors = tensors_of(parsed, service.signatures.of(self.model, view))
-        made, self._elements = request_of(view, parsed.signature, tensors, parsed.picked)
-        return made
+        self._made, self._elements = request_of(view, parsed.signature, tensors, parsed.picked)
+        return self._made
 
     def is_long(self) -> bool:
         if is_coded(self._headers):
@@ -91,7 +112,11 @@ class PredictMessage:
         return sum(spec.nbytes for spec in plan.specs) <= DIRECT_TEXT_BYTES
 
     def opened(self, inference: Inference) -> None:
-        pass
+        service, plan, view = self._service, inference.plan, inference.view
+        if not self.teaches or service.plans is None or b"content-encoding" in self._headers:
+            return
+        lesson = RestLesson(self.model, self.version, self._body, self._made, plan.specs, rows=self._parsed.rows)
+        service.plans.learn(self.model, view, self.version, plan, lesson, None if plan.dense is None else REFUSAL)
 
     def read(self, inference: Inference) -> tuple[list[Elements], list[Any]]:
         self._holding.reserve(inference.plan.work_bytes)
@@ -125,7 +150,8 @@ class TfsHttp(ProtocolApplication):
             raise InvalidInput(f"models here have no {verb} signature: request their outputs with :predict")
         if verb != "predict":
             raise NotFound(f"no such verb: {shown(path['verb'])}; expected predict")
-        return PredictMessage(self._service, name, version, headers, holding)
+        teaches = scope.get(UNPLANNED, False)
+        return PredictMessage(self._service, name, version, headers, holding, teaches=teaches)
 
     async def _document(self, scope: Scope, headers: Headers, receive: Receive, holding: Reservation) -> Response:
         path = _path(scope)

@@ -8,13 +8,14 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore.kernels.codec import address_of
-from tierstore.lookup import binding, json_answer
+from tierstore.lookup import answer_values, binding, json_answer
 from tierstore.lookup import plans as layout
 from tierstore.service.dataplane.inference import AnyRequest
 from tierstore.service.dataplane.plan import Plan
 from tierstore.service.protocols.oip.json_request import InferRequest
 from tierstore.service.protocols.oip.json_response import VALUE, ResponseLayout
 from tierstore.service.protocols.oip.shared_memory import Span
+from tierstore.service.reactor import variants
 from tierstore.service.reactor.variants import Pieces, has_room, leading_sizes
 from tierstore.wire import request_record
 from tierstore.wire.json import scan as json_scan
@@ -23,7 +24,7 @@ from tierstore.wire.json.elements import GROWTH
 Logged = tuple[str, str, str | None]  # a method, a path, and the name of the status of success if it is not HTTP's
 
 
-class Lesson(Protocol):
+class Lesson(variants.Protocol, Protocol):
     """A request that Python has planned: the parts of its plan in a reactor that depend on the protocol."""
 
     @property
@@ -63,12 +64,12 @@ class Lesson(Protocol):
 
 def size_value(output: int, which: int) -> int:
     """The number of the value for a size of an output: its first (0) or second (1) size."""
-    return (binding.VALUES.offset("outputs") + binding.OUTPUT.bytes * output) // 8 + which
+    return (answer_values.VALUES.offset("outputs") + answer_values.OUTPUT.bytes * output) // 8 + which
 
 
 def bytes_value(output: int) -> int:
     """The number of the value for the bytes of an output."""
-    return size_value(output, binding.OUTPUT.offset("bytes") // 8)
+    return size_value(output, answer_values.OUTPUT.offset("bytes") // 8)
 
 
 def row_shapes(plan: Plan) -> list[list[int]] | None:
@@ -86,7 +87,7 @@ def row_shapes(plan: Plan) -> list[list[int]] | None:
 
 def score_shapes(scores: npt.NDArray[Any]) -> list[list[int]]:
     """The shape of each score: sizes, or ~ the number of a value."""
-    named = binding.VALUES.offset("named") // 8
+    named = answer_values.VALUES.offset("named") // 8
     sizes = [row["sizes"][: row["rank"]].tolist() for row in scores]
     return [[size if size >= 0 else ~(named + ~size) for size in shape] for shape in sizes]
 
@@ -95,6 +96,7 @@ class HttpLesson:
     """A request of the Open Inference Protocol over HTTP, as a `Lesson`."""
 
     protocol, form = "oip_http", layout.TENSORS
+    datatypes = ()
 
     def __init__(
         self, model: str, version: int | str | None, text: memoryview, parsed: InferRequest, answer: ResponseLayout
@@ -113,6 +115,10 @@ class HttpLesson:
     @property
     def request(self) -> AnyRequest:
         return self._parsed.request
+
+    @property
+    def written(self) -> dict[str, int]:
+        return {"as_json": layout.FLAT} if self._answer.in_json else {}
 
     def is_plain(self) -> bool:
         parsed, answer = self._parsed, self._answer

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from tierstore.config import Settings
 from tierstore.kernels import sysio
 from tierstore.kernels.records import TEXT
-from tierstore.lookup import binding, by_plan
+from tierstore.lookup import answer_values, binding, by_plan, json_answer
 from tierstore.reactor import layout as kernel
 from tierstore.reactor import loop as reactor_loop
 from tierstore.service.limits import slow_clients
@@ -31,7 +31,7 @@ def areas() -> dict[str, int]:
         "buffer": kernel.BUFFER_BYTES + _LINE,
         "answer": kernel.HEAD_ROOM + by_plan.MOST_WORK_BYTES + _LINE,
         "data": json_scan.DATA_BYTES,
-        "text": kernel.MOST_TEXT_BYTES,
+        "text": json_answer.HEAD_ROOM + kernel.MOST_TEXT_BYTES,
         "states": by_plan.MOST_KEYS + _LINE,
         "scratch": by_plan.SCRATCH_BYTES,
         "date": _LINE,
@@ -39,7 +39,7 @@ def areas() -> dict[str, int]:
         "record": request_record.RECORD_BYTES,
         "structure": request_record.MOST_STRUCTURE_BYTES,
         "bound": binding.RUN_BYTES,
-        "values": binding.VALUES.bytes,
+        "values": answer_values.VALUES.bytes,
         "codes": 8 * by_plan.MOST_KEYS,
         "headers": http2_layout.WORK_BYTES,
         "frames": kernel.FRAMES_BYTES,

@@ -319,7 +319,7 @@ class PlanIndex:
         rows = None if pieces is None else self._count_rows(version, counts)
         if pieces is None or rows is None:
             return None
-        words, kept = prediction_words(token, plan, lesson.form, pieces, view, rows, _refusal_words(refusal), scoring)
+        words, kept = prediction_words(token, plan, lesson, pieces, view, rows, _refusal_words(refusal), scoring)
         new = _Variant(words, version, counts, refusal, parts, *kept)
         new.scoring = number
         self.scorings[number] = scoring_of(lesson, version[1], plan, session, parts, apart=apart)
@@ -337,7 +337,7 @@ class PlanIndex:
         rows = self._count_rows(version, counts)
         if rows is None:
             return None
-        words, kept = variant_words(token, plan, lesson.form, pieces, view, rows)
+        words, kept = variant_words(token, plan, lesson, pieces, view, rows)
         return _Variant(words, version, counts, *kept)
 
     def collect(self) -> None:

@@ -91,6 +91,11 @@ class _Job:
         sizes = {array.shape[0] for array in (*self.feed.values(), *self.targets)}
         return sizes.pop() if len(sizes) == 1 else 0
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether no score is NaN or infinite."""
+        return all(bool(np.isfinite(target).all()) for target in self.targets if target.dtype.kind == "f")
+
     def joins(self, other: _Job) -> bool:
         """Whether it differs from another one of its structure only in the first sizes."""
         mine, its = (*self.feed.values(), *self.targets), (*other.feed.values(), *other.targets)
@@ -256,6 +261,9 @@ class Predictions:
     def _answer(self, job: _Job, began_ns: int, dense_ns: int, more_lookup_ns: int = 0) -> None:
         """Count a prediction whose scores are there, and have its reactor send the answer."""
         words, scoring, service = job.words, job.scoring, self._service
+        if scoring.finite and not job.is_finite:
+            self._end(job, None)
+            return
         came_ns, planned_ns, queued_ns = words["began_ns"], words["planned_ns"], words["queued_ns"]
         now_ns = time.perf_counter_ns()
         lookup_ns = queued_ns - planned_ns + more_lookup_ns

@@ -52,6 +52,7 @@ from tierstore.service.reactor.silent import SilentConnections
 from tierstore.service.reactor.streams import StreamReceiver, Streams
 from tierstore.service.reactor.tls_rows import TlsRows
 from tierstore.threads import Thread
+from tierstore.wire.json import predict as json_predict
 from tierstore.wire.json import scan as json_scan
 
 logger = logging.getLogger(__name__)
@@ -269,7 +270,8 @@ class Reactors:
             jobs=address_of(cold.jobs), free_jobs=address_of(cold.free_jobs[number:]), readers=address_of(cold.shared),
             counts=self.counts_at[number], table_counts=self.table_counts_at[number],
             run=by_plan.run.address, finish=cold_read_kernels.finish.address, scan=json_scan.fill.address,
-            write=json_answer.write.address, **places,
+            write=json_answer.write.address, scan_predict=json_predict.fill.address,
+            read_predict=json_predict.read.address, **places,
         )  # fmt: skip
 
     def count_in(self, versions: npt.NDArray[np.int64], tables: npt.NDArray[np.int64]) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore.kernels.codec import address_of
-from tierstore.lookup import binding, scoring
+from tierstore.lookup import answer_values, scoring
 from tierstore.lookup import plans as layout
 from tierstore.predict.binding import FeatureInput
 from tierstore.predict.session import DenseSession
@@ -32,7 +32,8 @@ class Scoring:
     """What a thread needs to run the graph: `inputs` and `outputs` with their names, dtypes and ranks.
 
     `loose`: what was known of the session's outputs when it was made; `joins`: whether requests may be joined.
-    `request`: the one that it was learned from, if the thread looks up too; then `inputs` are those of the request.
+    `finite`: only numbers can be written, so Python answers where a score is NaN or infinite. `request`: the one that
+    it was learned from, if the thread looks up too; then `inputs` are those of the request.
     """
 
     protocol: str
@@ -45,6 +46,7 @@ class Scoring:
     outputs: Tensors
     names: list[str]
     joins: bool
+    finite: bool = False
     request: Request | None = None
 
     def runs_as(self, other: Scoring) -> bool:
@@ -130,7 +132,7 @@ class _Shapes:
                 self.checks.append((of, axis, dim))
             elif dim is not None:
                 number = self._numbers.setdefault(dim, len(self._numbers))
-                if number >= binding.MOST_NAMES:
+                if number >= answer_values.MOST_NAMES:
                     raise Unfit
                 self.checks.append((of, axis, ~number))
 
@@ -208,5 +210,5 @@ def scoring_of(
     assert plan.loose is not None
     return Scoring(
         lesson.protocol, lesson.logged, model, plan.version, session, plan.loose, inputs, outputs, names,
-        can_join(plan) and not apart, request,
+        can_join(plan) and not apart, lesson.written.get("as_json", 0) > layout.FLAT, request,
     )  # fmt: skip

@@ -5,7 +5,8 @@ Pure functions; any thread.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import typing
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -25,7 +26,22 @@ from tierstore.service.dataplane.plan import Call, OutputSpec, Plan
 
 FOUND = ".found"
 Words = npt.NDArray[Any]
-Pieces = list[tuple[bytes, int, int]]  # of an answer: texts, each with what its writer puts behind it (`layout.PIECE`)
+Pieces = list[
+    tuple[Any, ...]
+]  # of an answer: texts, each with what its writer puts behind it, the fields of `layout.PIECE`
+_PIECE_WORDS = layout.PIECE.bytes // 8
+
+
+class Protocol(typing.Protocol):
+    """What a variant depends on of its protocol."""
+
+    @property
+    def written(self) -> dict[str, int]:
+        """The words of a variant that say how answers are written."""
+
+    @property
+    def datatypes(self) -> Sequence[int]:
+        """The number of each input's datatype, if requests do not say it."""
 
 
 def address(data: bytes) -> int:
@@ -34,22 +50,21 @@ def address(data: bytes) -> int:
 
 
 def variant_words(
-    token: int, plan: Plan, form: int, pieces: Pieces, view: Any, counts: list[int]
+    token: int, plan: Plan, protocol: Protocol, pieces: Pieces, view: Any, counts: list[int]
 ) -> tuple[Words, list[object]]:
     """The words of a look-up's variant, and the objects that they point to.
 
-    `pieces` are those of an answer of the `form`; `counts`: the places of the version's and tables' counts.
+    `pieces` are those of an answer of the `protocol`; `counts`: the places of the version's and tables' counts.
     """
     rows = [(call.rows[0], plan.specs[call.rows[0]].datatype == "FP16") if call.rows else None for call in plan.calls]
     elements = [spec.dtype.itemsize * (1 if spec.name.endswith(FOUND) else spec.shape[-1]) for spec in plan.specs]
-    more = {"alignment": 1, "framed": int(form == layout.MESSAGE)}
-    return _variant_words(token, plan, pieces, view, counts, rows, elements, more)
+    return _variant_words(token, plan, protocol, pieces, view, counts, rows, elements, {"alignment": 1})
 
 
 def prediction_words(
     token: int,
     plan: Plan,
-    form: int,
+    protocol: Protocol,
     pieces: Pieces,
     view: Any,
     counts: list[int],
@@ -64,14 +79,15 @@ def prediction_words(
     for call in plan.calls:
         rows.append(None if call.feeds is None else (len(elements), call.feeds.dtype == "float16"))
         elements += [] if call.feeds is None else [call.feeds.row_bytes]
-    more = {"alignment": ALIGNMENT, "framed": int(form == layout.MESSAGE), "scoring": address_of(scoring), **refusal}
-    words, kept = _variant_words(token, plan, pieces, view, counts, rows, elements, more)
+    more = {"alignment": ALIGNMENT, "scoring": address_of(scoring), **refusal}
+    words, kept = _variant_words(token, plan, protocol, pieces, view, counts, rows, elements, more)
     return words, [*kept, scoring]
 
 
 def _variant_words(
     token: int,
     plan: Plan,
+    protocol: Protocol,
     pieces: Pieces,
     view: Any,
     counts: list[int],
@@ -90,13 +106,14 @@ def _variant_words(
     text = b"".join(text for text, *_ in pieces)
     at, texts = address(text), []
     for piece, *behind in pieces:
-        texts.append((at, len(piece), *behind))
+        texts.append((at, len(piece), *behind, *[0] * (_PIECE_WORDS - 2 - len(behind))))
         at += len(piece)
-    # one array of calls, bytes of elements and texts: making an array and getting its address costs more than its
-    # numbers
-    numbers = np.array([*chain(*calls), *elements, *chain(*texts)], np.int64)
+    # one array of calls, bytes of elements, texts and datatypes: making an array and getting its address costs more
+    # than its numbers
+    numbers = np.array([*chain(*calls), *elements, *chain(*texts), *protocol.datatypes], np.int64)
     calls_at = address_of(numbers)
     elements_at = calls_at + layout.PLANNED.bytes * len(calls)
+    texts_at = elements_at + 8 * len(elements)
     words = layout.VARIANT.make(
         token=token,
         counts=counts[0],
@@ -105,8 +122,9 @@ def _variant_words(
         pieces=len(pieces),
         calls=calls_at,
         output_bytes=elements_at,
-        texts=elements_at + 8 * len(elements),
-        as_json=int(any(datatype for *_, datatype in pieces)),
+        texts=texts_at,
+        datatypes=texts_at + layout.PIECE.bytes * len(pieces) if protocol.datatypes else 0,
+        **protocol.written,
         **more,
     )
     return words, [text, numbers]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,12 +11,16 @@ import numpy.typing as npt
 from tierstore.kernels.codec import address_of
 from tierstore.lookup import binding
 from tierstore.lookup import plans as layout
-from tierstore.service.dataplane.plan import Plan, Request
+from tierstore.service.dataplane.datatypes import BYTES, DATATYPES
+from tierstore.service.dataplane.plan import OutputSpec, Plan, Request
 from tierstore.service.reactor.lessons import row_shapes, score_shapes
+from tierstore.service.reactor.predict_lessons import PredictLesson
 from tierstore.service.reactor.variants import Pieces, has_room
 from tierstore.service.rpc.oip_messages import Raw, RpcRequest
 from tierstore.service.rpc.protobuf import message_class, varint
+from tierstore.service.rpc.tensor_proto import field
 from tierstore.wire.http2 import head as http2_head
+from tierstore.wire.protobuf import predict as protobuf_predict
 from tierstore.wire.protobuf import scan as protobuf_scan
 
 _Response = message_class("inference.ModelInferResponse")
@@ -27,6 +32,7 @@ class MessageLesson:
 
     protocol, form = "oip_grpc", layout.MESSAGE
     logged = "gRPC", http2_head.INFER_PATH.tobytes().decode(), "OK"
+    written, datatypes = {"framed": layout.FRAMED}, ()
 
     def __init__(self, message: bytes | memoryview, parsed: RpcRequest) -> None:
         """`message` is a whole serialized ModelInferRequest."""
@@ -71,3 +77,33 @@ class MessageLesson:
             pieces += [*sizes, (described.SerializeToString(), len(sizes), 0)]
         values = sum(size < 0 for shape in shapes for size in shape)
         return pieces if has_room((text for text, *_ in pieces), values) else None
+
+
+class CallLesson(PredictLesson):
+    """A PredictRequest of TensorFlow Serving, as a `Lesson`."""
+
+    protocol, form = "tfs_grpc", layout.PREDICT_MESSAGE
+    logged = "gRPC", http2_head.PREDICT_PATH.tobytes().decode(), "OK"
+    written = {"framed": layout.TENSORS_FRAMED}  # noqa: RUF012 - nobody changes it
+
+    def __init__(
+        self, message: bytes, model: str, ending: bytes, request: Request, specs: Sequence[OutputSpec]
+    ) -> None:
+        """`ending` are the fields of an answer behind its outputs."""
+        super().__init__(message, request, specs)
+        self.path, self._ending = model.encode(), ending
+
+    def scan(self, record: int, structure: int) -> int:
+        message = np.frombuffer(self._text, np.uint8)
+        return int(protobuf_predict.scan(address_of(message), len(message), record, structure))
+
+    def is_plain(self) -> bool:
+        """Whether all outputs have shapes that are known, and none is of strings."""
+        return all(spec.fixed and spec.datatype != BYTES for spec in self._specs)
+
+    def _pieces(self, shapes: list[list[int]]) -> Pieces:
+        """The pieces of an answer, for `lookup/tensor_answer.py`."""
+        made: Pieces = []
+        for i, (spec, shape) in enumerate(zip(self._specs, shapes, strict=True)):
+            made.append((field(1, spec.name.encode()), i, DATATYPES[spec.datatype].tf_number, len(shape), *shape))
+        return [*made, (self._ending, binding.NONE)]

@@ -9,8 +9,10 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 
-from tierstore.errors import InvalidInput
-from tierstore.service.error_status import MessageTooLarge, Unserved
+from tierstore.errors import InvalidInput, Overloaded
+from tierstore.service.error_status import MessageTooLarge, Unserved, grpc_status, message_of
+from tierstore.service.limits.shedding import WAITS_TOO_LONG
+from tierstore.service.reactor.hpack import encode_head
 
 PREFIX_BYTES = 5  # before a message: whether it is compressed, and its length
 CONTENT_TYPE = b"application/grpc"
@@ -61,6 +63,10 @@ def status_alone(code: str, details: str) -> list[tuple[bytes, bytes]]:
 def _encoded(text: bytes) -> bytes:
     """Percent-encoded: everything but printable ASCII, and the sign itself."""
     return b"".join(b"%c" % byte if 0x20 <= byte < 0x7F and byte != 0x25 else b"%%%02X" % byte for byte in text)
+
+
+_TOO_LONG = Overloaded(WAITS_TOO_LONG)
+REFUSAL = encode_head(200, status_alone(grpc_status(_TOO_LONG), message_of(_TOO_LONG)))  # by a reactor, of a prediction
 
 
 class Messages:

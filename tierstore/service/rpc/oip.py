@@ -14,21 +14,19 @@ from typing import Any
 import orjson
 from google.protobuf import json_format
 
-from tierstore.errors import InvalidInput, NotFound, Overloaded, TierstoreError
+from tierstore.errors import InvalidInput, NotFound, TierstoreError
 from tierstore.service.context import Service
 from tierstore.service.dataplane.inference import AnyRequest, DataPlane, Inference
 from tierstore.service.dataplane.plan import Plan
 from tierstore.service.dataplane.tensors import Elements
-from tierstore.service.error_status import Unserved, grpc_status, message_of
+from tierstore.service.error_status import Unserved, message_of
 from tierstore.service.exchange import DIRECT_BYTES, DIRECT_TEXT_BYTES
-from tierstore.service.limits.shedding import WAITS_TOO_LONG
 from tierstore.service.limits.worker_pool import Reservation
 from tierstore.service.protocols.oip import documents
 from tierstore.service.protocols.oip.shared_memory import CudaRegions, Regions
-from tierstore.service.reactor.hpack import encode_head
 from tierstore.service.rpc.caller import RpcCaller
 from tierstore.service.rpc.lesson import MessageLesson
-from tierstore.service.rpc.messages import status_alone
+from tierstore.service.rpc.messages import REFUSAL
 from tierstore.service.rpc.methods import Accounts, MessageStream, Receive, Servicer, Unary, by_message, look_up
 from tierstore.service.rpc.oip_messages import ResponseLayout, RpcRequest, parse_request, read_elements, split_message
 from tierstore.service.rpc.protobuf import (
@@ -43,8 +41,6 @@ from tierstore.service.stats import Timings
 from tierstore.types import as_version
 
 _PARSED_TIMES = 48  # memory for a byte of a request without its raw tensors: empty inputs are the worst
-_TOO_LONG = Overloaded(WAITS_TOO_LONG)
-_REFUSAL = encode_head(200, status_alone(grpc_status(_TOO_LONG), message_of(_TOO_LONG)))
 
 
 class InferMessage:
@@ -112,7 +108,7 @@ class InferMessage:
         if service.plans is None or not self._caller.unplanned or self._extra:
             return
         lesson = MessageLesson(self._message, self._parsed)
-        refusal = None if plan.dense is None else _REFUSAL
+        refusal = None if plan.dense is None else REFUSAL
         service.plans.learn(self._parsed.model, view, self.version, plan, lesson, refusal)
 
     def read(self, inference: Inference) -> tuple[Sequence[Elements], list[Any]]:

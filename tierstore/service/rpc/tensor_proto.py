@@ -131,16 +131,16 @@ def _strings(name: str, count: int, content: bytes) -> pa.Array:
 # --- responses
 
 
-def _field(number: int, data: bytes) -> bytes:
+def field(number: int, data: bytes) -> bytes:
     """A length-delimited field."""
     return length_delimited(varint(number << 3 | 2), len(data)) + data
 
 
 def around(name: str, datatype: str, shape: Sequence[int], nbytes: int) -> bytes:
     """The bytes of an entry of PredictResponse's `outputs` in front of the `nbytes` bytes of its rows, which end it."""
-    dims = b"".join(_field(2, b"\x08" + varint(size) if size else b"") for size in shape)
-    tensor = b"\x08" + varint(DATATYPES[datatype].tf_number) + _field(2, dims) + length_delimited(b"\x22", nbytes)
-    entry = _field(1, name.encode()) + length_delimited(b"\x12", len(tensor) + nbytes)
+    dims = b"".join(field(2, b"\x08" + varint(size) if size else b"") for size in shape)
+    tensor = b"\x08" + varint(DATATYPES[datatype].tf_number) + field(2, dims) + length_delimited(b"\x22", nbytes)
+    entry = field(1, name.encode()) + length_delimited(b"\x12", len(tensor) + nbytes)
     return length_delimited(b"\x0a", len(entry) + len(tensor) + nbytes) + entry + tensor
 
 
@@ -153,9 +153,14 @@ def answer_of(model: str, version: int, signature: str, plan: Plan, arrays: Sequ
         else:
             pieces.append(around(spec.name, spec.datatype, array.shape, array.nbytes))
             pieces.append(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
-    served = _field(1, model.encode()) + _field(2, b"\x08" + varint(version)) + _field(3, signature.encode())
-    pieces.append(_field(2, served))
+    pieces.append(ending(model, version, signature))
     return b"".join(pieces)
+
+
+def ending(model: str, version: int, signature: str) -> bytes:
+    """The field of a PredictResponse behind its outputs: which version answers."""
+    served = field(1, model.encode()) + field(2, b"\x08" + varint(version)) + field(3, signature.encode())
+    return field(2, served)
 
 
 def _string_output(name: str, array: npt.NDArray[Any]) -> bytes:
@@ -163,4 +168,4 @@ def _string_output(name: str, array: npt.NDArray[Any]) -> bytes:
     tensor = TensorProto(dtype=DATATYPES[BYTES].tf_number, string_val=list(map(str.encode, array.reshape(-1).tolist())))
     for size in array.shape:
         tensor.tensor_shape.dim.add(size=size)
-    return _field(1, _field(1, name.encode()) + _field(2, tensor.SerializeToString()))
+    return field(1, field(1, name.encode()) + field(2, tensor.SerializeToString()))

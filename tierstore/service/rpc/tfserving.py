@@ -27,9 +27,11 @@ from tierstore.service.protocols.tfserving.documents import STATE_NUMBERS, check
 from tierstore.service.protocols.tfserving.request import Tensor, request_of, room_for
 from tierstore.service.protocols.tfserving.signature import METHOD, check_signature, signature_of
 from tierstore.service.rpc.caller import RpcCaller
+from tierstore.service.rpc.lesson import CallLesson
+from tierstore.service.rpc.messages import REFUSAL
 from tierstore.service.rpc.methods import Servicer, Unary, by_message, parse_message
 from tierstore.service.rpc.protobuf import first_field, first_text, message_class, parsed_bytes
-from tierstore.service.rpc.tensor_proto import answer_of, tensor_of
+from tierstore.service.rpc.tensor_proto import answer_of, ending, tensor_of
 
 PredictRequest = message_class("tensorflow.serving.PredictRequest")
 _PARSED_TIMES = 80  # memory for a byte of a request without its tensors' content: empty inputs are the worst
@@ -41,8 +43,10 @@ class PredictMessage:
     """A PredictRequest, as a `Message`."""
 
     __slots__ = (
+        "_caller",
         "_elements",
         "_holding",
+        "_made",
         "_message",
         "_received",
         "_service",
@@ -53,10 +57,11 @@ class PredictMessage:
     )
 
     _elements: list[Elements]
+    _made: Request
     timeout_us = None  # the protocol has none
 
     def __init__(self, service: Service, message: bytes, caller: RpcCaller, holding: Reservation) -> None:
-        self._service, self._message, self._holding = service, message, holding
+        self._service, self._message, self._holding, self._caller = service, message, holding, caller
         self._received: Any = None
         self._signature = ""
         self._tensors: list[Tensor] | None = None
@@ -91,8 +96,8 @@ class PredictMessage:
         tensors = self._tensors
         if any(spec.datatype == "INT32" for spec, _ in tensors):
             tensors = self._widened(view, tensors)
-        made, self._elements = request_of(view, self._signature, tensors, picked)
-        return made
+        self._made, self._elements = request_of(view, self._signature, tensors, picked)
+        return self._made
 
     def _widened(self, view: View, tensors: list[Tensor]) -> list[Tensor]:
         """`tensors`, those of INT32 as INT64 where integers of 64 bits are expected.
@@ -120,7 +125,13 @@ class PredictMessage:
         return True
 
     def opened(self, inference: Inference) -> None:
-        pass
+        service, plan, view = self._service, inference.plan, inference.view
+        if service.plans is None or not self._caller.unplanned:
+            return
+        assert self.model is not None
+        fields = ending(self.model, plan.version, self._signature)
+        lesson = CallLesson(self._message, self.model, fields, self._made, plan.specs)
+        service.plans.learn(self.model, view, self.version, plan, lesson, None if plan.dense is None else REFUSAL)
 
     def read(self, inference: Inference) -> tuple[Sequence[Elements], list[Any]]:
         self._holding.reserve(inference.plan.work_bytes)

@@ -21,6 +21,7 @@ from tierstore.wire.http1 import head as http1_head
 from tierstore.wire.http2.hpack import field_at
 from tierstore.wire.http2.layout import (
     CALL,
+    PREDICT,
     STREAMING,
     WHOLE,
 )
@@ -45,6 +46,7 @@ _TRAILERS, _IDENTITY, _GRPC, _CONTINUE = (
     np.frombuffer(text, np.uint8) for text in (b"trailers", b"identity", b"application/grpc", b"100-continue")
 )
 INFER_PATH = np.frombuffer(b"/inference.GRPCInferenceService/ModelInfer", np.uint8)
+PREDICT_PATH = np.frombuffer(b"/tensorflow.serving.PredictionService/Predict", np.uint8)
 _COLON, _LF, _SPACE, _TAB, _SLASH, _STAR = 58, 10, 32, 9, 47, 42
 _MOST_DIGITS = 18  # of lengths and timeouts
 _IN_NAME = http1_head.IN_NAME.copy()
@@ -110,11 +112,13 @@ def _timeout_ms(at, size):  # type: ignore[no-untyped-def]
 
 @nb.njit
 def _kind(streaming, path, path_bytes, is_grpc):  # type: ignore[no-untyped-def]
-    """How a request for a path is handled: WHOLE, CALL or STREAMING. `streaming` has the paths of streaming methods, or is 0."""
+    """How a request for a path is handled: WHOLE, CALL, PREDICT or STREAMING. `streaming` has the paths of streaming methods, or is 0."""
     if not is_grpc:
         return WHOLE
     if _is(path, path_bytes, INFER_PATH):
         return CALL
+    if _is(path, path_bytes, PREDICT_PATH):
+        return PREDICT
     if streaming != 0:
         for k in range(streaming.count):
             other = text_at(streaming.first, k)

@@ -59,7 +59,7 @@ STREAM = define("Stream", "a request over HTTP/2 and its answer; offsets of text
     "at bytes room": "the address of head and body, their bytes so far, and the bytes for which there is room",
     "head_bytes": "the bytes of the head",
     "declared": "the bytes of the body that are still to come, as the client has declared; -1: not declared",
-    "kind": "CALL, WHOLE or STREAMING",
+    "kind": "CALL, PREDICT, WHOLE or STREAMING",
     "host_at host_bytes authorization_at authorization_bytes": "the offsets and bytes of host and authorization in the head",
     "timeout_ms unusual": "as in the head of a request (`wire/http1/head.py`)",
     "request_id_at request_id_bytes": "the offset and the bytes of the request's id in the head",
@@ -115,7 +115,7 @@ FIRST_ROOM = 4  # streams that a new session has room for
 # request was too large; the last block of the answer is here; a job has its request
 ENDED, AWAY, DELIVERING, END_DELIVERED, TOO_LARGE, FINAL, HAS_JOB = 1, 2, 4, 8, 16, 32, 64
 # a stream's `kind`: a ModelInfer call that may be answered here; a request that Python gets whole; a request that Python gets in parts
-CALL, WHOLE, STREAMING = range(3)
+CALL, WHOLE, STREAMING, PREDICT = range(4)
 
 # bits of a block's `ends`: the stream ends with it; Python is told when it was sent
 ENDS, REPORTS = 1, 2

@@ -36,88 +36,79 @@ _MOST, _LEAST = (np.array(limits, np.uint64) for limits in zip((0, 0), *map(_lim
 
 
 @nb.njit
-def _integers(text, i, n, datatype, target):  # type: ignore[no-untyped-def]
-    """Read integers up to the end of their list. Returns (how many, where the list's bracket is or -1)."""
-    width, most, least, count = WIDTHS[datatype], _MOST[datatype], _LEAST[datatype], 0
-    while True:
-        minus, value, i = integer_at(text, i, n)
-        if i < 0 or value > (least if minus else most):
-            return 0, nb.int64(-1)
-        if minus:
-            value = _U64(0) - value
-        if width == 8:
-            store_u64(target, count, value)
-        else:
-            for k in range(width):
-                store_u8(target, count * width + k, nb.uint8(value >> _U64(8 * k)))
-        count += 1
-        i = skip_blanks(text, i, n)
-        if not is_there(text, i, n, COMMA):
-            return count, i if is_there(text, i, n, CLOSE_LIST) else nb.int64(-1)
-        i = skip_blanks(text, i + 1, n)
+def _integer(text, i, n, datatype, target):  # type: ignore[no-untyped-def]
+    """`element_at` for integers."""
+    width = WIDTHS[datatype]
+    minus, value, i = integer_at(text, i, n)
+    if i < 0 or value > (_LEAST[datatype] if minus else _MOST[datatype]):
+        return nb.int64(-1), target
+    if minus:
+        value = _U64(0) - value
+    if width == 8:
+        store_u64(target, 0, value)
+    else:
+        for k in range(width):
+            store_u8(target, k, nb.uint8(value >> _U64(8 * k)))
+    return i, target + width
 
 
 @nb.njit
-def _floats(text, i, n, datatype, target):  # type: ignore[no-untyped-def]
-    """`_integers` for floats."""
-    count = 0
-    while True:
-        value, i = float_at(text, i, n)
-        if i < 0:
-            return 0, nb.int64(-1)
-        if datatype == _FP64:
-            store_f64(target, count, value)
-        else:
-            rounded = nb.float32(value)
-            if abs(rounded) > _MOST_FLOAT32:
-                return 0, nb.int64(-1)
-            store_f32(target, count, rounded)
-        count += 1
-        i = skip_blanks(text, i, n)
-        if not is_there(text, i, n, COMMA):
-            return count, i if is_there(text, i, n, CLOSE_LIST) else nb.int64(-1)
-        i = skip_blanks(text, i + 1, n)
+def _float(text, i, n, datatype, target):  # type: ignore[no-untyped-def]
+    """`element_at` for floats."""
+    value, i = float_at(text, i, n)
+    if datatype == _FP64:
+        store_f64(target, 0, value)
+        return i, target + 8
+    rounded = nb.float32(value)
+    store_f32(target, 0, rounded)
+    return i if abs(rounded) <= _MOST_FLOAT32 else nb.int64(-1), target + 4
 
 
 @nb.njit
-def _strings(text, i, n, target):  # type: ignore[no-untyped-def]
-    """`_integers` for strings, each behind its length; the third result is where the next one goes. Nothing says yet that they are UTF-8."""
-    count = 0
-    while True:
-        if not is_there(text, i, n, QUOTE):
-            return 0, nb.int64(-1), target
+def _string(text, i, n, target):  # type: ignore[no-untyped-def]
+    """`element_at` for strings, each behind its length. Nothing says yet that it is UTF-8."""
+    if not is_there(text, i, n, QUOTE):
+        return nb.int64(-1), target
+    i += 1
+    begin = i
+    while i < n and load_u8(text, i) != QUOTE:
+        if load_u8(text, i) < 32 or load_u8(text, i) == BACKSLASH:
+            return nb.int64(-1), target
         i += 1
-        begin = i
-        while i < n and load_u8(text, i) != QUOTE:
-            if load_u8(text, i) < 32 or load_u8(text, i) == BACKSLASH:
-                return 0, nb.int64(-1), target
-            i += 1
-        if i == n:
-            return 0, nb.int64(-1), target
-        size = i - begin
-        for k in range(4):
-            store_u8(target, k, nb.uint8((size >> (8 * k)) & 255))
-        copy_bytes(target + 4, text + begin, size)
-        target += 4 + size
-        count += 1
-        i = skip_blanks(text, i + 1, n)
-        if not is_there(text, i, n, COMMA):
-            return count, i if is_there(text, i, n, CLOSE_LIST) else nb.int64(-1), target
-        i = skip_blanks(text, i + 1, n)
+    if i == n:
+        return nb.int64(-1), target
+    size = i - begin
+    for k in range(4):
+        store_u8(target, k, nb.uint8((size >> (8 * k)) & 255))
+    copy_bytes(target + 4, text + begin, size)
+    return i + 1, target + 4 + size
+
+
+@nb.njit
+def element_at(text, i, n, datatype, target):  # type: ignore[no-untyped-def]
+    """Read the element at `i` to the address `target`. Returns (what follows or -1, where the next element goes)."""
+    if datatype == _BYTES:
+        return _string(text, i, n, target)
+    if datatype in (_FP32, _FP64):
+        return _float(text, i, n, datatype, target)
+    if datatype in (_BOOL, _FP16):
+        return nb.int64(-1), target
+    return _integer(text, i, n, datatype, target)
 
 
 @nb.njit
 def _list(text, i, n, datatype, target):  # type: ignore[no-untyped-def]
     """Read a list's elements from the first one on. Returns (how many, where its bracket is or -1, where the next element goes)."""
-    if datatype == _BYTES:
-        return _strings(text, i, n, target)
-    if datatype in (_BOOL, _FP16):
-        return 0, nb.int64(-1), target
-    if datatype in (_FP32, _FP64):
-        count, i = _floats(text, i, n, datatype, target)
-    else:
-        count, i = _integers(text, i, n, datatype, target)
-    return count, i, target + count * WIDTHS[datatype]
+    count = 0
+    while True:
+        i, target = element_at(text, i, n, datatype, target)
+        if i < 0:
+            return 0, i, target
+        count += 1
+        i = skip_blanks(text, i, n)
+        if not is_there(text, i, n, COMMA):
+            return count, i if is_there(text, i, n, CLOSE_LIST) else nb.int64(-1), target
+        i = skip_blanks(text, i + 1, n)
 
 
 @nb.njit
@@ -164,23 +155,35 @@ def elements_at(text, i, n, datatype, target, record):  # type: ignore[no-untype
 
 @nb.njit
 def pass_lists(text, i, n):  # type: ignore[no-untyped-def]
-    """Where the lists at `i` end, or -1. What is in them may be anything: `elements_at` looks at it later."""
+    """Skip the lists at `i`, whatever is in them: `elements_at` looks at it later. Returns (their depth, the entries of the outer one, what follows or -1).
+
+    The depth is that of the first element. Entries are counted by commas.
+    """
     if not is_there(text, i, n, OPEN_LIST):
-        return nb.int64(-1)
-    depth = 0
+        return 0, nb.int64(0), nb.int64(-1)
+    around, depth, commas, first, empty = 0, 0, nb.int64(0), True, False
     while i < n:
         byte = load_u8(text, i)
-        if byte == QUOTE:
+        if byte == OPEN_LIST:
+            around += 1
+            if first:
+                depth = around
+        elif byte == CLOSE_LIST:
+            empty = empty or (first and around == 1)
+            first = False
+            around -= 1
+            if around == 0:
+                return depth, nb.int64(0) if empty else commas + 1, i + 1
+        elif byte == COMMA:
+            commas += around == 1
+        elif byte == QUOTE:
+            first = False
             i += 1
             while i < n and load_u8(text, i) != QUOTE:
                 if load_u8(text, i) == BACKSLASH:
-                    return nb.int64(-1)
+                    return 0, nb.int64(0), nb.int64(-1)
                 i += 1
-        elif byte == OPEN_LIST:
-            depth += 1
-        elif byte == CLOSE_LIST:
-            depth -= 1
-            if depth == 0:
-                return i + 1
+        elif byte > 32:
+            first = False
         i += 1
-    return nb.int64(-1)
+    return 0, nb.int64(0), nb.int64(-1)

@@ -1,7 +1,7 @@
 """Numbers of JSON, read and written.
 
 A float is read as the double nearest to its text, as parsers of JSON do; its datatype may round it once more. Texts that this module does not decide,
-such as those in the middle between two doubles, are for the full parser. A float32 is written with the fewest digits that are read back as itself.
+such as those in the middle between two doubles, are for the full parser. A float is written with the fewest digits that are read back as itself.
 
 Sources: W. Clinger, How to read floating point numbers accurately (1990), for short texts; D. Lemire, Number parsing at a gigabyte per second (2021),
 for a table of powers of five; R. Giulietti, The Schubfach way to render doubles (2021), for writing.
@@ -14,7 +14,7 @@ from __future__ import annotations
 import numba as nb
 import numpy as np
 
-from tierstore.kernels.raw import f64_of_bits, leading_zeros, load_u8, load_u32, multiply_high, store_u8, store_u64
+from tierstore.kernels.raw import f64_of_bits, leading_zeros, load_u8, multiply_high, store_u8, store_u64
 
 _U64 = np.uint64
 _MINUS, _PLUS, _POINT, _ZERO, _SMALL_E, _LARGE_E = b"-+.0eE"
@@ -44,6 +44,10 @@ _LOWER = np.array([power & _ALL_ONES for power in _FIVES], np.uint64)
 
 _FIRST_TEN, _LAST_TEN = -31, 45  # the powers by which a float32 is multiplied to be written
 _TENS = np.array([_power(10, k, 64, up=True) for k in range(_FIRST_TEN, _LAST_TEN + 1)], np.uint64)
+_FIRST_LONG_TEN, _LAST_LONG_TEN = -292, 324  # and a double, in two words
+_LONG_TENS = [_power(10, k, 128, up=True) for k in range(_FIRST_LONG_TEN, _LAST_LONG_TEN + 1)]
+_UPPER_TENS = np.array([power >> 64 for power in _LONG_TENS], np.uint64)
+_LOWER_TENS = np.array([power & _ALL_ONES for power in _LONG_TENS], np.uint64)
 _COUNTS = 10 ** np.arange(20, dtype=np.uint64)
 
 # --- reading
@@ -153,7 +157,8 @@ def float_at(text, i, n):  # type: ignore[no-untyped-def]
 
 # --- writing
 
-_FIRST_FIXED, _LAST_FIXED = -6, 12  # exponents of numbers that are written without one
+_FIRST_FIXED, _LAST_FIXED = -6, 12  # exponents of float32 that are written without one
+_FIRST_FIXED_64, _LAST_FIXED_64 = -5, 15  # of doubles
 _BEFORE = int.from_bytes(b"0.000000", "little")  # in front of the digits of a number below 1
 
 
@@ -177,7 +182,12 @@ def _shortest(bits):  # type: ignore[no-untyped-def]
     middle = _scaled(ten, (number << _U64(2)) << shift)
     lower = _scaled(ten, ((number << _U64(2)) - _U64(1 if uneven else 2)) << shift) + odd
     upper = _scaled(ten, ((number << _U64(2)) + _U64(2)) << shift) - odd
-    # all are four times as large as the digits
+    return _fewest(middle, lower, upper, k)
+
+
+@nb.njit
+def _fewest(middle, lower, upper, k):  # type: ignore[no-untyped-def]
+    """(digits, power of ten) of the shortest number between two bounds. Those and the number itself are four times as large as its digits at 10^k."""
     digits = middle >> _U64(2)
     if digits >= _U64(10):
         fewer = digits // _U64(10)
@@ -189,6 +199,32 @@ def _shortest(bits):  # type: ignore[no-untyped-def]
         return digits + _U64(over), k
     half = (digits << _U64(2)) + _U64(2)
     return digits + _U64(middle > half or (middle == half and digits & _U64(1) != _U64(0))), k
+
+
+@nb.njit(inline="always")
+def _long_scaled(upper, lower, number):  # type: ignore[no-untyped-def]
+    """The upper word of the product with two words, odd where anything is cut off."""
+    middle = upper * number + multiply_high(lower, number)
+    high = multiply_high(upper, number) + _U64(middle < upper * number)
+    return high | _U64(middle > _U64(1))
+
+
+@nb.njit
+def _shortest_64(bits):  # type: ignore[no-untyped-def]
+    """`_shortest` of a double."""
+    fraction, exponent = bits & _U64(0xFFFFFFFFFFFFF), nb.int64(bits >> _U64(52))
+    number, power = fraction | _U64(0x10000000000000), exponent - 1075
+    if exponent == 0:
+        number, power = fraction, nb.int64(-1074)
+    odd = number & _U64(1)
+    uneven = fraction == _U64(0) and exponent > 1
+    k = (power * 1262611 - (524031 if uneven else 0)) >> 22
+    upper_ten, lower_ten = _UPPER_TENS[-k - _FIRST_LONG_TEN], _LOWER_TENS[-k - _FIRST_LONG_TEN]
+    shift, four = _U64(power + ((-k * 1741647) >> 19) + 1), number << _U64(2)
+    middle = _long_scaled(upper_ten, lower_ten, four << shift)
+    lower = _long_scaled(upper_ten, lower_ten, (four - _U64(1 if uneven else 2)) << shift) + odd
+    upper = _long_scaled(upper_ten, lower_ten, (four + _U64(2)) << shift) - odd
+    return _fewest(middle, lower, upper, k)
 
 
 @nb.njit
@@ -229,16 +265,61 @@ def _zeros(at, n):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def write_float32(at, number):  # type: ignore[no-untyped-def]
-    """Write the finite float32 at the address `number`. Returns what follows; of 24 bytes any may be written to."""
-    bits = load_u32(number, 0)
+def _zero(at):  # type: ignore[no-untyped-def]
+    """Write 0.0."""
+    at = _zeros(at, 1)
+    store_u8(at, 0, nb.uint8(_POINT))
+    return _zeros(at + 1, 1)
+
+
+@nb.njit
+def _exponent(at, exponent):  # type: ignore[no-untyped-def]
+    """Write the exponent of a number."""
+    store_u8(at, 0, nb.uint8(_SMALL_E))
+    store_u8(at, 1, nb.uint8(_MINUS if exponent < 0 else _PLUS))
+    return write_integer(at + 2, False, _U64(abs(exponent)))
+
+
+@nb.njit
+def write_float64(at, bits):  # type: ignore[no-untyped-def]
+    """Write the finite double with these bits. Returns what follows."""
+    store_u8(at, 0, nb.uint8(_MINUS))
+    at += nb.int64(bits >> _U64(63))
+    bits &= _U64(0x7FFFFFFF_FFFFFFFF)
+    if bits == _U64(0):
+        return _zero(at)
+    digits, power = _shortest_64(bits)
+    while digits % _U64(10) == _U64(0):
+        digits //= _U64(10)
+        power += 1
+    n = _count(digits)
+    exponent = power + n - 1
+    if 0 <= exponent <= _LAST_FIXED_64 and n <= exponent + 1:
+        at = _zeros(write_integer(at, False, digits), exponent + 1 - n)
+        store_u8(at, 0, nb.uint8(_POINT))
+        return _zeros(at + 1, 1)
+    if _FIRST_FIXED_64 <= exponent < 0:
+        at = _zeros(at, 1)
+        store_u8(at, 0, nb.uint8(_POINT))
+        return write_integer(_zeros(at + 1, -1 - exponent), False, digits)
+    is_fixed = 0 <= exponent <= _LAST_FIXED_64
+    before = exponent + 1 if is_fixed else 1  # digits in front of the point
+    write_integer(at + 1, False, digits)
+    for i in range(before):
+        store_u8(at, i, load_u8(at, i + 1))
+    store_u8(at, before, nb.uint8(_POINT))
+    at += n + 1 if n > before else before
+    return at if is_fixed else _exponent(at, exponent)
+
+
+@nb.njit
+def write_float32(at, bits):  # type: ignore[no-untyped-def]
+    """Write the finite float32 with these bits. Returns what follows; of 24 bytes any may be written to."""
     store_u8(at, 0, nb.uint8(_MINUS))
     at += nb.int64(bits >> _U64(31))  # written over unless there is a sign
     bits &= _U64(0x7FFFFFFF)
     if bits == _U64(0):
-        at = _zeros(at, 1)
-        store_u8(at, 0, nb.uint8(_POINT))
-        return _zeros(at + 1, 1)
+        return _zero(at)
     digits, power = _shortest(bits)
     n = _count(digits)
     exponent = power + n - 1
@@ -253,10 +334,7 @@ def write_float32(at, number):  # type: ignore[no-untyped-def]
         if n > 1:
             store_u8(at, 1, nb.uint8(_POINT))
             at += 1
-        at += n
-        store_u8(at, 0, nb.uint8(_SMALL_E))
-        store_u8(at, 1, nb.uint8(_MINUS if exponent < 0 else _PLUS))
-        return write_integer(at + 2, False, _U64(abs(exponent)))
+        return _exponent(at + n, exponent)
     if exponent < 0:
         store_u64(at, 0, _U64(_BEFORE))
         at += 1 - exponent

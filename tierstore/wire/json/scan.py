@@ -168,7 +168,7 @@ def _elements(text, i, n, row, data, record):  # type: ignore[no-untyped-def]
     i, end = elements_at(text, i, n, row.datatype, data + at, record)
     row.at, row.size = at, end - data - at
     record.data_bytes = end - data
-    record.in_json += 1
+    record.decoded += 1
     return i
 
 
@@ -202,7 +202,8 @@ def _tensor(text, i, n, row, data, record):  # type: ignore[no-untyped-def]
             if row.datatype != 0:
                 i = _elements(text, i, n, row, data, record)
             else:
-                later, i = i, pass_lists(text, i, n)
+                later = i
+                _, _, i = pass_lists(text, i, n)
         else:
             end = text_end(text, i, n)
             if end <= i + 1:
@@ -260,7 +261,7 @@ def _tensors(text, i, n, record, of_outputs, data):  # type: ignore[no-untyped-d
 @nb.njit
 def _finish_inputs(record):  # type: ignore[no-untyped-def]
     """Note where the bytes of each binary input are. False if the description of an input is incomplete, or only some are binary."""
-    if record.in_json != 0 and record.in_json != record.inputs:
+    if record.decoded != 0 and record.decoded != record.inputs:
         return False
     at = nb.int64(0)
     for i in range(record.inputs):
@@ -268,7 +269,7 @@ def _finish_inputs(record):  # type: ignore[no-untyped-def]
         size = row.size
         if size == NO_SIZE or size > MOST_SIZE or row.datatype == 0 or row.rank == 0:
             return False
-        if record.in_json == 0:
+        if record.decoded == 0:
             row.at = at
         at += size
     record.data_bytes = at
@@ -334,7 +335,8 @@ def fill(text: Any, n: Any, record: Any, data: Any, _a: Any, _b: Any) -> Any:
 
 
 @compiled(types.int64(*[types.int64] * 6), when=HTTP)
-def _scan_for_python(filler: Any, text: Any, n: Any, record: Any, data: Any, structure: Any) -> Any:
+def scan_with(filler: Any, text: Any, n: Any, record: Any, data: Any, structure: Any) -> Any:
+    """For Python: scan with the scanner at the address `filler`, and write the structure, MOST_STRUCTURE_BYTES. Returns its bytes, or 0."""
     if call_at(filler, text, n, record, data, 0, 0) != SCANNED:
         return 0
     return write_structure(record_at(record), structure)
@@ -342,4 +344,4 @@ def _scan_for_python(filler: Any, text: Any, n: Any, record: Any, data: Any, str
 
 def scan(text: int, n: int, record: int, data: int, structure: int) -> int:
     """`fill` for Python, and the structure, MOST_STRUCTURE_BYTES. Returns its bytes; 0 where the JSON is not of the form."""
-    return int(_scan_for_python(fill.address, text, n, record, data, structure))
+    return int(scan_with(fill.address, text, n, record, data, structure))

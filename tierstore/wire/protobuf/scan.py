@@ -70,7 +70,7 @@ _NAMES, _NAMES_FROM = names_of(*DATATYPES)
 
 
 @nb.njit(inline="always")
-def _field_at(text, i, end):  # type: ignore[no-untyped-def]
+def field_at(text, i, end):  # type: ignore[no-untyped-def]
     """A length-delimited field at `i`: (tag, where its content begins, where it ends); the end is -1 where there is none."""
     tag = nb.int64(load_u8(text, i))
     if tag & 7 != _BYTES:
@@ -101,7 +101,7 @@ def _is_value(text, i, end):  # type: ignore[no-untyped-def]
         return True
     tag = nb.int64(load_u8(text, i))
     if tag == _TEXT:
-        _, at, after = _field_at(text, i, end)
+        _, at, after = field_at(text, i, end)
         return after == end and is_utf8(text + at, end - at)
     if tag == _DOUBLE:
         return end - i == 9
@@ -115,7 +115,7 @@ def _text_value(text, i, end, target):  # type: ignore[no-untyped-def]
     """Note a parameter's text value in `target` (address and bytes). False for another type, or a second value."""
     if i == end or target.bytes != 0:
         return False
-    tag, begins, after = _field_at(text, i, end)
+    tag, begins, after = field_at(text, i, end)
     target.at, target.bytes = text + begins - 1, end - begins + 1
     return tag == _TEXT and after == end and is_utf8(text + begins, end - begins)
 
@@ -125,10 +125,10 @@ def _parameter(text, i, end, row):  # type: ignore[no-untyped-def]
     """Read the parameter from `i` to `end` into a row. False for another form."""
     if i == end:
         return False
-    tag, key, key_end = _field_at(text, i, end)
+    tag, key, key_end = field_at(text, i, end)
     if tag != _KEY or key_end < 0 or key_end == end:
         return False
-    tag, value, value_end = _field_at(text, key_end, end)
+    tag, value, value_end = field_at(text, key_end, end)
     if tag != _VALUE or value_end != end:
         return False
     which = place_of(text, key, key_end - key, _READ, _READ_FROM)
@@ -177,7 +177,7 @@ def _input(text, i, end, row):  # type: ignore[no-untyped-def]
                 return False
             i = after
             continue
-        _, at, i = _field_at(text, i, end)
+        _, at, i = field_at(text, i, end)
         if i < 0:
             return False
         if tag == _NAME:
@@ -201,7 +201,7 @@ def _output(text, i, end, row):  # type: ignore[no-untyped-def]
     """Read the requested output from `i` to `end` into a row. False for another form."""
     clear_row(row)
     while i < end:
-        tag, at, i = _field_at(text, i, end)
+        tag, at, i = field_at(text, i, end)
         if i < 0:
             return False
         if tag == _NAME and row.name_at == 0:
@@ -240,7 +240,7 @@ def scan_at(text, n, record):  # type: ignore[no-untyped-def]
     begin(record)
     own, i, last, raws = row_at(record, 0), nb.int64(0), nb.int64(0), 0
     while i < n:
-        tag, at, i = _field_at(text, i, n)
+        tag, at, i = field_at(text, i, n)
         if i < 0 or tag < last or (tag == last and tag < _PARAMETERS):
             return NOT_OF_FORM
         last = tag

@@ -24,9 +24,9 @@ from tierstore.engine.store import Store
 from tierstore.errors import Conflict, Corruption, Overloaded, StorageError
 from tierstore.formats.delta.reader import read_delta
 from tierstore.tiers.remote.cluster import Cluster, connect
+from tierstore.tiers.remote.engines import Engine
 from tierstore.tiers.remote.scripts import APPLY
 from tierstore.tiers.remote.tier import RemoteTable
-from tierstore.tiers.remote.engines import Engine
 from tierstore.tiers.remote.write import Change, Writer
 from tierstore.types import Tier
 
