@@ -306,6 +306,27 @@ class KeyHash:
 
 
 @dataclass(frozen=True, slots=True)
+class TrainerHash:
+    """How a feature makes row numbers of keys as a trainer does: `formats/trainer_hash.py` says what each function is.
+
+    With `mask`, that key has row 0 and hashed ones have 1 to `mod` - 1. With `alternate_sign`, rows from `mod` on are
+    those of hashes below 0. None: the function's own.
+    """
+
+    function: str
+    mod: int
+    key: KeyType = KeyType.INT64
+    seed: int | None = None
+    salt: tuple[int, int] | None = None
+    mask: int | str | None = None
+    prefix: str | None = None
+    namespace: str | None = None
+    bits: int | None = None
+    absolute: bool | None = None
+    alternate_sign: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class FeatureSpec:
     """A named input that reads a table. With a combiner, its bags are pooled to one vector each.
 
@@ -317,7 +338,7 @@ class FeatureSpec:
     table: str
     combiner: Combiner | None = None
     padding_key: int | str | None = None
-    hash: KeyHash | None = None
+    hash: KeyHash | TrainerHash | None = None
 
     def key_type(self, table: TableSpec) -> KeyType:
         """The type of the keys in requests; `table` is the one that it reads."""
