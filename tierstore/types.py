@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import IntEnum, StrEnum
 from functools import cached_property
 from itertools import pairwise
@@ -304,6 +304,10 @@ class KeyHash:
     seed: int | None = None
     key: KeyType = KeyType.INT64
 
+    def document(self) -> dict[str, Any]:
+        """As a manifest and a status have it."""
+        return asdict(self)
+
 
 @dataclass(frozen=True, slots=True)
 class TrainerHash:
@@ -324,6 +328,10 @@ class TrainerHash:
     bits: int | None = None
     absolute: bool | None = None
     alternate_sign: bool | None = None
+
+    def document(self) -> dict[str, Any]:
+        """As a manifest and a status have it, without what is the function's own."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)

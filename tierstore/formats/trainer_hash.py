@@ -64,7 +64,7 @@ FUNCTIONS: Mapping[str, Function] = {
     "vowpal_wabbit": _function(kernel.VOWPAL_WABBIT, kernel.AS_TEXT, kernel.UNSIGNED, "namespace"),
     # Math.floorMod of hashCode() of a String, Long or Integer, or the absolute value's remainder
     "java": _function(kernel.JAVA, kernel.OF_8_BYTES, kernel.FLOOR, "bits absolute", keys=_SIGNED_KEYS),
-    # FeatureHasher and HashingTF of Flink ML
+    # FeatureHasher of Flink ML
     "flink_ml": _function(kernel.MURMUR3_UTF16, kernel.AS_TEXT, kernel.WRAPPED_ABSOLUTE, "prefix"),
     # PaddlePaddle's operator `hash`
     "paddle": _function(kernel.XXH64, kernel.OF_8_BYTES, kernel.UNSIGNED, "bits seed", keys=_NUMBERS),

@@ -205,7 +205,9 @@ _Seed = Annotated[int, Field(ge=0, lt=1 << 64)]
 
 
 class HashEntry(_Entry):
-    """How keys of requests become row numbers of the table: `formats/key_hash.py`, with a `function` `trainer_hash.py`."""
+    """How keys of requests become row numbers of the table: `formats/key_hash.py`, or with a `function`
+    `formats/trainer_hash.py`.
+    """
 
     mod: Annotated[int, Field(ge=1, le=MAX_ROWS)]
     seed: _Seed | None = None
