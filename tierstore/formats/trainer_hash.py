@@ -112,13 +112,14 @@ class RowNumbers:
 
     @property
     def address(self) -> int:
-        """Of `words`, as long as this lives."""
+        """The address of `words`, valid as long as this lives."""
         return address_of(self.words)
 
     def rows(self, keys: KeysLike) -> Keys:
         """The row numbers of keys of the type `how.key`: int64[n], C-contiguous, new. InvalidInput."""
         if self.how.key is KeyType.STRING:
-            return self._of_strings(as_arrow_strings(key_array(keys, self.how.key)))
+            array = key_array(keys, self.how.key)
+            return self._of_strings(as_arrow_strings(array)) if len(array) else np.empty(0, np.int64)
         codes = as_codes(keys, self.how.key)
         rows = np.empty(len(codes), np.int64)
         bad = self._call(kernel.OF_INTEGERS, address_of(codes), 0, rows)
@@ -130,10 +131,9 @@ class RowNumbers:
 
     def _of_strings(self, strings: pa.Array) -> Keys:
         rows = np.empty(len(strings), np.int64)
-        _, offsets, data = strings.buffers() if len(strings) else (None, None, None)
-        if offsets is not None:
-            at = 0 if data is None else data.address
-            self._call(kernel.OF_STRINGS, at, offsets.address + 8 * strings.offset, rows)
+        _, offsets, data = strings.buffers()
+        at = 0 if data is None else data.address
+        self._call(kernel.OF_STRINGS, at, offsets.address + 8 * strings.offset, rows)
         return rows
 
     def _call(self, form: int, keys: int, sizes: int, out: Keys) -> int:

@@ -1,4 +1,4 @@
-"""How a trainer's own object hashes keys, as a feature's `hash`; and row numbers by a `hash`, to compare with a trainer's.
+"""How a trainer's object hashes keys, as a feature's `hash`; and row numbers by a `hash`, to compare with training's.
 
 Pure functions; any thread.
 """

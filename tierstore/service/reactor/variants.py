@@ -137,7 +137,7 @@ def has_room(texts: Iterable[bytes], values: int) -> bool:
 def _planned_call(
     call: Call, rows: tuple[int, bool] | None, table: int, counts: int, how: tuple[int, int, int]
 ) -> tuple[int, ...]:
-    """A call in the form for `binding.bind`. `rows`: the output with its rows, and whether as halves; `how`: the hash."""
+    """A call in the form for `binding.bind`. `rows`: the output with its rows, and whether as halves; its hash."""
     if rows is not None:
         kind = layout.BAGS_OF_ROWS if call.pooled else layout.ROWS
     else:
