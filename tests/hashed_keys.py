@@ -20,6 +20,11 @@ def xxh3(content: bytes, seed: int = 0) -> int:
     return xxhash.xxh3_64_intdigest(content, seed)
 
 
+def signed(bits: int) -> int:
+    """64 bits as a signed number."""
+    return bits - (bits >> 63 << 64)
+
+
 # written from docs/formats.md: by feature its hash, its keys and their rows
 FEATURES: dict[str, tuple[dict[str, Any], Any, list[int]]] = {
     "by_seed": (
@@ -34,6 +39,24 @@ FEATURES: dict[str, tuple[dict[str, Any], Any, list[int]]] = {
         {"mod": ROWS, "seed": 3, "key": "string"},
         WORDS,
         [xxh3(xxh3(word.encode()).to_bytes(8, "little"), 3) % ROWS for word in WORDS],
+    ),
+    # rows as Keras 3.15.1, TensorFlow 2.21.0 and scikit-learn 1.9.1 gave them
+    "keras_word": (
+        {"function": "tensorflow", "mod": ROWS, "mask": "shoe", "key": "string"},
+        WORDS,
+        [20, 35, 39, 0, 28, 20],
+    ),
+    "keras_id": ({"function": "tensorflow", "mod": ROWS, "salt": [133, 137]}, IDS, [19, 7, 24, 7, 38, 7]),
+    "keras_unsigned": ({"function": "tensorflow", "mod": ROWS, "key": "uint64"}, UNSIGNED, [35, 38, 33, 3, 46, 38]),
+    "sklearn_word": (
+        {"function": "sklearn", "mod": ROWS // 2, "prefix": "word=", "key": "string"},
+        WORDS,
+        [17, 7, 24, 11, 43, 17],
+    ),
+    "spark_id": (
+        {"function": "spark_xxhash64", "mod": ROWS},
+        IDS,
+        [signed(xxhash.xxh64_intdigest(int(key).to_bytes(8, "little", signed=True), 42)) % ROWS for key in IDS],
     ),
 }
 PADDING = FEATURES["by_seed"][2][1]  # the row of 17

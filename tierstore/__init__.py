@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     )
     from tierstore.formats.delta.writer import DeltaWriter
     from tierstore.formats.snapshot.writer import SnapshotWriter, TableWriter
+    from tierstore.imports.hashes import hash_like, row_numbers
     from tierstore.imports.tables import Feature, TableSource, import_table, import_tables
     from tierstore.ingest.build import build_snapshot
     from tierstore.ingest.partitioned import PartitionedBuild, begin_build
@@ -115,11 +116,13 @@ __all__ = [
     "WrongPartition",
     "begin_build",
     "build_snapshot",
+    "hash_like",
     "import_table",
     "import_tables",
     "open",
     "restore",
     "rollout",
+    "row_numbers",
 ]
 _HOMES = {
     "AsyncClient": ("tierstore.client", "AsyncClient"),
@@ -132,6 +135,8 @@ _HOMES = {
     "begin_build": ("tierstore.ingest.partitioned", "begin_build"),
     "PartitionedBuild": ("tierstore.ingest.partitioned", "PartitionedBuild"),
     "build_snapshot": ("tierstore.ingest.build", "build_snapshot"),
+    "hash_like": ("tierstore.imports.hashes", "hash_like"),
+    "row_numbers": ("tierstore.imports.hashes", "row_numbers"),
     "import_table": ("tierstore.imports.tables", "import_table"),
     "import_tables": ("tierstore.imports.tables", "import_tables"),
     "TableSource": ("tierstore.imports.tables", "TableSource"),

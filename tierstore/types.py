@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import IntEnum, StrEnum
 from functools import cached_property
 from itertools import pairwise
@@ -304,6 +304,35 @@ class KeyHash:
     seed: int | None = None
     key: KeyType = KeyType.INT64
 
+    def document(self) -> dict[str, Any]:
+        """As a manifest and a status have it."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerHash:
+    """How a feature makes row numbers of keys as a trainer does: `formats/trainer_hash.py` says what each function is.
+
+    With `mask`, that key has row 0 and hashed ones have 1 to `mod` - 1. With `alternate_sign`, rows from `mod` on are
+    those of hashes below 0. None: the function's own.
+    """
+
+    function: str
+    mod: int
+    key: KeyType = KeyType.INT64
+    seed: int | None = None
+    salt: tuple[int, int] | None = None
+    mask: int | str | None = None
+    prefix: str | None = None
+    namespace: str | None = None
+    bits: int | None = None
+    absolute: bool | None = None
+    alternate_sign: bool | None = None
+
+    def document(self) -> dict[str, Any]:
+        """As a manifest and a status have it, without what is the function's own."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
 
 @dataclass(frozen=True, slots=True)
 class FeatureSpec:
@@ -317,7 +346,7 @@ class FeatureSpec:
     table: str
     combiner: Combiner | None = None
     padding_key: int | str | None = None
-    hash: KeyHash | None = None
+    hash: KeyHash | TrainerHash | None = None
 
     def key_type(self, table: TableSpec) -> KeyType:
         """The type of the keys in requests; `table` is the one that it reads."""

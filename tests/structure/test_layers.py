@@ -157,6 +157,7 @@ ROOMS: dict[str, dict[str, int]] = {
         "key_hash": 0,
         "keys": 3,
         "onnx_file": 3,
+        "trainer_hash": 4,
         "columns": 4,
         "uploads": 4,
         "one_writer": 4,

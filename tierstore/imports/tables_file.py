@@ -21,7 +21,7 @@ class _Strict(BaseModel):
 class _FeatureEntry(_Strict):
     combiner: str | None = None
     padding_key: int | str | None = None
-    hash: dict[str, int | str] | None = None
+    hash: dict[str, int | str | bool | list[int]] | None = None
 
 
 class _TableEntry(_Strict):

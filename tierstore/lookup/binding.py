@@ -13,12 +13,14 @@ import numba as nb
 import numpy as np
 
 from tierstore.kernels.atomics import copy_bytes
-from tierstore.kernels.raw import load_i64, load_u8, load_u32, load_u64, store_i64, store_u8
+from tierstore.kernels.raw import call_at, load_i64, load_u8, load_u32, load_u64, store_i64, store_u8
+from tierstore.kernels.trainer_hashes import OF_INTEGERS, OF_ONE
 from tierstore.kernels.xxh3 import hash_at
 from tierstore.lookup import by_plan, plans, tensor_answer
 from tierstore.lookup.answer_values import value_at
 from tierstore.lookup.by_plan import MOST_BAGS, MOST_KEYS, MOST_WORK_BYTES, SCRATCH_BYTES, any_negative, first_call
 from tierstore.lookup.plans import (
+    AS_TRAINED,
     BAGS_OF_ROWS,
     CALL_BYTES,
     FOUND_ALONE,
@@ -95,8 +97,8 @@ def _is_ascii(at, n):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _read_strings(at, size, n, codes, table):  # type: ignore[no-untyped-def]
-    """Write the codes of `n` strings, `size` bytes at an address. False: malformed, or some string must be told apart by its text."""
+def _read_strings(at, size, n, codes, planned, table):  # type: ignore[no-untyped-def]
+    """Write the codes of `n` strings, `size` bytes at an address; AS_TRAINED: the row numbers. False: malformed, or some string must be told apart by its text."""
     colliding, shared, end = table.colliding, table.colliding_at, at + size
     if colliding > _MOST_COLLIDING:
         return False
@@ -108,7 +110,12 @@ def _read_strings(at, size, n, codes, table):  # type: ignore[no-untyped-def]
         at += 4
         if end - at < length or not (_is_ascii(at, length) or is_utf8(at, length)):
             return False
-        code = nb.int64(hash_at(at, length, lanes))
+        if planned.hash == AS_TRAINED:
+            code = call_at(planned.bits, planned.mod, OF_ONE, at, length, 0, 0)
+            if code < 0:
+                return False
+        else:
+            code = nb.int64(hash_at(at, length, lanes))
         for k in range(colliding):
             if load_i64(shared, k) == code:
                 return False
@@ -135,14 +142,16 @@ def _make_codes(call, planned, row, tail, codes, table):  # type: ignore[no-unty
     """Write the codes of a call whose keys are strings or hashed, read from an input of the request. False: the full parser must check it."""
     n = call.keys_n
     if call.key_form == STRINGS:
-        if row.size > _MOST_STRING_BYTES or not _read_strings(tail + row.at, row.size, n, codes, table):
+        if row.size > _MOST_STRING_BYTES or not _read_strings(tail + row.at, row.size, n, codes, planned, table):
             return False
     else:
         if call.key_form == NO_NEGATIVE and any_negative(tail + row.at, n):
             return False
         copy_bytes(codes, tail + row.at, 8 * n)
         call.key_form = HASHED
-    if planned.hash != NOT_HASHED:
+        if planned.hash == AS_TRAINED:
+            return call_at(planned.bits, planned.mod, OF_INTEGERS, codes, 0, n, codes) < 0
+    if planned.hash != NOT_HASHED and planned.hash != AS_TRAINED:
         _hash_codes(codes, n, planned)
     return True
 

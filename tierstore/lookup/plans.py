@@ -60,8 +60,8 @@ RUN = define("Run", "one request with its sizes, made from a variant; its calls 
 PLANNED = define("PlannedCall", "a call of a variant; fields that are equal for all requests are filled in", CALL_FIELDS | {
     "keys_of offsets_of weights_of": "the numbers of the inputs with the call's keys, offsets and weights, or NONE",
     "rows_to found_to": "the numbers of the outputs for its rows and its found marks, or NONE",
-    "hash": "NOT_HASHED, MOD_SIGNED, MOD_UNSIGNED or SEEDED: how codes become row numbers (`formats/key_hash.py`)",
-    "mod bits": "the number of row numbers, and the bits that a code is xored with before it is hashed",
+    "hash": "NOT_HASHED, MOD_SIGNED, MOD_UNSIGNED or SEEDED: how codes become row numbers (`formats/key_hash.py`); or AS_TRAINED",
+    "mod bits": "the number of row numbers, and the bits that a code is xored with before it is hashed; AS_TRAINED: a TRAINER_HASH, and the address of `make_rows`",
 })  # fmt: skip
 MOST_SCORE_RANK = 4
 PIECE = define("Piece", "a fixed text of an answer", {
@@ -141,5 +141,5 @@ SETS, WAYS = 512, 8  # of the index of plans: sets, and plans in each
 ROWS, BAGS_OF_ROWS, FOUND_ALONE, CHECKED = range(4)  # a call's `kind`; CHECKED: nothing is looked up
 # values of `key_form`: codes as the table has them; the other integer type, in which a negative key is in no table or is another key; strings; hashed
 AS_CODES, NO_NEGATIVE, STRINGS, HASHED = range(4)
-NOT_HASHED, MOD_SIGNED, MOD_UNSIGNED, SEEDED = range(4)
+NOT_HASHED, MOD_SIGNED, MOD_UNSIGNED, SEEDED, AS_TRAINED = range(5)
 NOWHERE = -1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +103,7 @@ def _write_features(snapshot: SnapshotWriter, features: Mapping[str, UsedFeature
         if padding is not None and feature.table in named:
             padding = named[feature.table][padding]
             padding = padding.item() if isinstance(padding, np.generic) else padding
-        how = None if feature.hash is None else asdict(feature.hash)
+        how = None if feature.hash is None else feature.hash.document()
         snapshot.feature(feature.name, table=feature.table, combiner=feature.combiner, padding_key=padding, hash=how)
 
 

@@ -17,10 +17,7 @@ from tests.service.conftest import GRPC, eventually, settings_for
 from tests.service.upstream.scenes import Scene
 from tests.service.wires import Wire
 from tierstore.engine.store import Store
-from tierstore.formats.key_hash import rows_of
-from tierstore.formats.keys import as_codes
 from tierstore.service.server import ServerThread
-from tierstore.types import KeyHash, KeyType
 
 
 @pytest.fixture(scope="module")
@@ -57,14 +54,13 @@ def test_over_triton_s_protocols(wire: Wire, server: ServerThread) -> None:
 
 
 def test_any_keys_have_the_rows_that_python_gives_them(wire: Wire, server: ServerThread) -> None:
-    """Compiled threads hash as `formats/key_hash.py` does."""
+    """Compiled threads hash as `formats/key_hash.py` and `formats/trainer_hash.py` do."""
     rng, before = np.random.default_rng(4), server.service.reactors.answers
     for size in (1, 2, 700, 9000):
         codes = rng.integers(-(1 << 63), 1 << 63, size, np.int64, endpoint=False) >> rng.integers(0, 64, size)
         for feature, (how, some, _) in FEATURES.items():
-            hashed = KeyHash(how["mod"], how.get("seed"), KeyType(how.get("key", "int64")))
             keys: Any = [f"w{code}" for code in codes.tolist()] if isinstance(some, list) else codes.view(some.dtype)
-            expected = rows_of(as_codes(keys, hashed.key), hashed)
+            expected = tierstore.row_numbers(keys, how)
             answer = wire.client.infer("ctr", [tensor(wire, feature, keys)], outputs=[wire.wanted(feature)])
             np.testing.assert_array_equal(answer.as_numpy(feature), vectors(expected), feature)
     assert server.service.reactors.answers - before >= 3 * len(FEATURES)
@@ -100,6 +96,7 @@ def test_keys_of_another_type_are_refused(wire: Wire) -> None:
     names = [one["name"] if isinstance(one, dict) else one.name for one in inputs]
     types = dict(zip(names, map(kinds[type(wire).__name__], inputs), strict=True))
     assert (types["word"], types["by_seed"], types["unsigned"]) == ("BYTES", "INT64", "UINT64")
+    assert (types["keras_word"], types["keras_id"], types["keras_unsigned"]) == ("BYTES", "INT64", "UINT64")
 
 
 def test_over_tensorflow_serving_and_the_clients(server: ServerThread) -> None:

@@ -13,7 +13,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -218,7 +218,7 @@ def _write_remaining(writer: SnapshotWriter, moment: ServedMoment, tables: Mappi
     """Write everything but the rows: features, warm-up keys, the dense parts, their recorded requests and examples."""
     info = moment.version.info
     for feature in info.features.values():
-        how = None if feature.hash is None else asdict(feature.hash)
+        how = None if feature.hash is None else feature.hash.document()
         writer.feature(
             feature.name, table=feature.table, combiner=feature.combiner, padding_key=feature.padding_key, hash=how
         )

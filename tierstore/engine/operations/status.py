@@ -6,7 +6,6 @@ It reads counters without stopping anything, so numbers of one document may be a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 from tierstore.engine.data.disk_room import disk_status
@@ -77,7 +76,7 @@ def _document(model: Model, served: Routing) -> dict[str, Any]:
             "overlay_bytes": view.overlay_bytes,
             "features": {
                 name: {"table": feature.table, "combiner": feature.combiner.value if feature.combiner else None}
-                | ({} if feature.hash is None else {"hash": asdict(feature.hash)})
+                | ({} if feature.hash is None else {"hash": feature.hash.document()})
                 for name, feature in view.features.items()
             },
             "dense": _runs(model, view, ""),

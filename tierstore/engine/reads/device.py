@@ -21,7 +21,7 @@ from tierstore.formats.key_hash import form_of
 from tierstore.tiers.device.backend import Captured, lies_on_gpu
 from tierstore.tiers.device.gpu import Gpu
 from tierstore.tiers.device.lookup import PADDING, LookUp, Pooling, Unwaited
-from tierstore.types import KeyHash, Keys, KeyType, States, There, Tier
+from tierstore.types import KeyHash, Keys, KeyType, States, There, Tier, TrainerHash
 
 Hold = Callable[[], Callable[[], None]]  # holds a view, and returns what releases it
 _FILTERS = 4  # filters of deltas take at most one part of so many
@@ -164,12 +164,14 @@ class OfCaller:
 def keys_there(gpu: Gpu, keys: Any, feature: FeatureView) -> There | None:
     """Codes of keys on the GPU, to be looked up there; None if the CPU must see the keys.
 
-    It must if they may be out of range, or if deltas that are not in the tiers yet are so many that their filters take
-    much of a workspace.
+    It must if they may be out of range or are hashed as a trainer does, or if deltas that are not in the tiers yet are
+    so many that their filters take much of a workspace.
     """
     rows, key = feature.rows, feature.spec.key_type(feature.rows.table.spec)
     cache = rows.table.device
-    if key is KeyType.STRING or cache is None or rows.filters > cache.device.workspace_bytes // _FILTERS:
+    if key is KeyType.STRING or isinstance(feature.spec.hash, TrainerHash):
+        return None
+    if cache is None or rows.filters > cache.device.workspace_bytes // _FILTERS:
         return None
     mine = there(gpu, keys, _INT64 if key is KeyType.INT64 else _UINT64, feature.spec.hash)
     return mine if mine is None else replace(mine, dtype=_INT64)

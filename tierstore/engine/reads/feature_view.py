@@ -12,10 +12,11 @@ from tierstore.errors import InvalidInput
 from tierstore.formats.colliding import CollidingKeys
 from tierstore.formats.key_hash import rows_of
 from tierstore.formats.keys import as_codes
+from tierstore.formats.trainer_hash import RowNumbers
 from tierstore.kernels.codec import all_finite
 from tierstore.kernels.pool import check_offsets
 from tierstore.tiers.device.lookup import Pooling
-from tierstore.types import Combiner, FeatureSpec, Keys, KeysLike, There, Vectors, weights_of
+from tierstore.types import Combiner, FeatureSpec, Keys, KeysLike, There, TrainerHash, Vectors, weights_of
 
 _CODES = {str(dtype): code for code, dtype in enumerate(DTYPES)}
 _COMBINERS = {combiner.value: combiner for combiner in Combiner}
@@ -29,13 +30,16 @@ class FeatureView:
     def __init__(self, spec: FeatureSpec, rows: TableView, colliding: CollidingKeys | None) -> None:
         table, padding = rows.table.spec, spec.padding_key
         self.spec, self.rows, self._colliding, self.dim = spec, rows, colliding, table.dim
-        self._hash, self._key_type = spec.hash, spec.key_type(table)
+        self._hash = RowNumbers.of(spec.hash) if isinstance(spec.hash, TrainerHash) else spec.hash
+        self._key_type = spec.key_type(table)
         self.padding = None if padding is None else int(as_codes([padding], table.key, colliding)[0])
 
     def codes(self, keys: KeysLike) -> Keys:
         """The codes of a request's keys, int64[n], C-contiguous. InvalidInput."""
         if self._hash is None:
             return as_codes(keys, self._key_type, self._colliding)
+        if isinstance(self._hash, RowNumbers):
+            return self._hash.rows(keys)
         return rows_of(as_codes(keys, self._key_type), self._hash)
 
     def skipped(self, codes: Keys) -> int:

@@ -28,7 +28,7 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails
 
-from tierstore.errors import SnapshotError, StorageError
+from tierstore.errors import SnapshotError, StorageError, shown
 from tierstore.formats.columns import KEY, MAX_DIM, VECTOR
 from tierstore.formats.files import publish_json
 from tierstore.formats.names import KEYS_SUFFIX, MAX_ORDINAL, REQUEST_SUFFIX, SNAPSHOT_MANIFEST
@@ -36,10 +36,22 @@ from tierstore.formats.objects import Location
 from tierstore.formats.regular import MAX_DOCUMENT_BYTES, read_regular
 from tierstore.formats.row_times import MAX_TTL_S, ttl_seconds
 from tierstore.formats.times import format_time, parse_time
-from tierstore.types import MOST_HEADS, Combiner, FeatureSpec, KeyHash, KeyType, StorageDtype, TableSpec, check_name
+from tierstore.formats.trainer_hash import FUNCTIONS
+from tierstore.types import (
+    MOST_HEADS,
+    Combiner,
+    FeatureSpec,
+    KeyHash,
+    KeyType,
+    StorageDtype,
+    TableSpec,
+    TrainerHash,
+    check_name,
+)
 
 MAX_ROWS = 1 << 62
 MAX_REQUESTS = 1000  # to warm the dense part with
+MAX_PREFIX = 256  # characters of a text that is hashed before each key
 MAX_TABLES_WITH_TTL = (1 << 15) - 1  # the highest bit of a table's id is for its times
 # the first magnitude that rounds to infinity, and in bfloat16's case the float32 bit pattern of it
 _OVERFLOW_FLOAT32 = 2.0**128 - 2.0**103
@@ -187,12 +199,64 @@ class TableEntry(_Entry):
         return TableSpec(self.name, self.key, self.dim, self.dtype, self.default, self.ttl_s)
 
 
+_OPTIONS = ("seed", "salt", "mask", "prefix", "namespace", "bits", "absolute", "alternate_sign")
+_NAMES = ", ".join(sorted(FUNCTIONS))
+_Seed = Annotated[int, Field(ge=0, lt=1 << 64)]
+
+
 class HashEntry(_Entry):
-    """How keys of requests become row numbers of the table (`formats/key_hash.py`)."""
+    """How keys of requests become row numbers of the table: `formats/key_hash.py`, or with a `function`
+    `formats/trainer_hash.py`.
+    """
 
     mod: Annotated[int, Field(ge=1, le=MAX_ROWS)]
-    seed: Annotated[int, Field(ge=0, lt=1 << 64)] | None = None
+    seed: _Seed | None = None
     key: Annotated[KeyType, BeforeValidator(lambda v: KeyType(v) if v in list(KeyType) else v)] = KeyType.INT64
+    function: str | None = None
+    salt: Annotated[tuple[_Seed, _Seed], BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)] | None = (
+        None
+    )
+    mask: int | str | None = None
+    prefix: Annotated[str, Field(max_length=MAX_PREFIX)] | None = None
+    namespace: Annotated[str, Field(max_length=MAX_PREFIX)] | None = None
+    bits: Literal[32, 64] | None = None
+    absolute: bool | None = None
+    alternate_sign: bool | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> HashEntry:
+        options = {name for name in _OPTIONS if getattr(self, name) is not None}
+        if self.function is None:
+            if options - {"seed"}:
+                raise ValueError(f"{min(options - {'seed'})}: of no use without a function; expected one of {_NAMES}")
+            return self
+        if (of := FUNCTIONS.get(self.function)) is None:
+            raise ValueError(f"function: expected one of {_NAMES}, got {shown(self.function)}")
+        if unknown := options - of.options:
+            takes = ", ".join(sorted(of.options)) or "none"
+            raise ValueError(f"{min(unknown)}: not an option of {self.function}, which takes {takes}")
+        if self.key not in of.keys:
+            raise ValueError(f"key: {self.function} hashes {' or '.join(sorted(of.keys))} keys, got {self.key}")
+        self._check_options()
+        return self
+
+    def _check_options(self) -> None:
+        if self.mask is not None:
+            if (problem := _padding_problem(self.mask, self.key)) is not None:
+                raise ValueError(f"mask: {problem}")
+            if self.mod < 2:
+                raise ValueError("mod: expected 2 or more with a mask, whose key has row 0 for itself")
+        if self.bits is not None and self.key is KeyType.STRING:
+            raise ValueError("bits: strings have none; leave it out, or give the key that requests have")
+        if self.function == "vowpal_wabbit" and self.mod & (self.mod - 1):
+            raise ValueError(f"mod: expected 2^b, as Vowpal Wabbit's -b says, got {self.mod}")
+        if self.alternate_sign is not False and self.function == "sklearn" and 2 * self.mod > MAX_ROWS:
+            raise ValueError("mod: expected at most 2^61, as hashes below 0 have rows of their own")
+
+    def how(self) -> KeyHash | TrainerHash:
+        if self.function is None:
+            return KeyHash(self.mod, self.seed, self.key)
+        return TrainerHash(self.function, self.mod, self.key, **{name: getattr(self, name) for name in _OPTIONS})
 
 
 class FeatureEntry(_Entry):
@@ -205,7 +269,7 @@ class FeatureEntry(_Entry):
     hash: HashEntry | None = None
 
     def spec(self) -> FeatureSpec:
-        how = None if self.hash is None else KeyHash(self.hash.mod, self.hash.seed, self.hash.key)
+        how = None if self.hash is None else self.hash.how()
         return FeatureSpec(self.name, self.table, self.combiner, self.padding_key, how)
 
 

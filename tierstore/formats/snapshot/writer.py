@@ -186,7 +186,8 @@ class SnapshotWriter:
 
         hash: the table's keys are row numbers, and requests have keys that are hashed to them: `{"mod": rows}`,
         with `"seed"` by XXH3-64 and not by the remainder alone, and with `"key"` (`int64`, `uint64`, `string`)
-        for keys of another type than int64.
+        for keys of another type than int64; with `"function"` as a trainer hashes (docs/formats.md), also by
+        `tierstore.hash_like`.
         """
         self._open()
         if hash is not None and not isinstance(hash, Mapping):

@@ -15,14 +15,17 @@ import numpy.typing as npt
 
 from tierstore.formats.key_hash import form_of
 from tierstore.formats.keys import as_codes
+from tierstore.formats.trainer_hash import RowNumbers
 from tierstore.kernels.codec import address_of
 from tierstore.kernels.pool import combiner_code
+from tierstore.kernels.trainer_hashes import make_rows
 from tierstore.lookup import binding
 from tierstore.lookup import plans as layout
 from tierstore.predict.binding import ALIGNMENT
 from tierstore.reactor import layout as kernel
 from tierstore.service.dataplane.datatypes import BYTES, KEY_DATATYPES
 from tierstore.service.dataplane.plan import Call, OutputSpec, Plan
+from tierstore.types import KeyHash, TrainerHash
 
 FOUND = ".found"
 Words = npt.NDArray[Any]
@@ -99,9 +102,10 @@ def _variant_words(
     output.
     """
     order = list(view.open_version.tables)
+    hashes = [_hash_words(call.feature.hash) for call in plan.calls]
     calls = [
-        _planned_call(call, of, order.index(call.table.name), row)
-        for call, of, row in zip(plan.calls, rows, counts[1:], strict=True)
+        _planned_call(call, of, order.index(call.table.name), row, how)
+        for call, of, row, (how, _) in zip(plan.calls, rows, counts[1:], hashes, strict=True)
     ]
     text = b"".join(text for text, *_ in pieces)
     at, texts = address(text), []
@@ -127,7 +131,7 @@ def _variant_words(
         **protocol.written,
         **more,
     )
-    return words, [text, numbers]
+    return words, [text, numbers, hashes]
 
 
 def is_runnable(plan: Plan) -> bool:
@@ -148,14 +152,16 @@ def has_room(texts: Iterable[bytes], values: int) -> bool:
     return sum(map(len, texts)) <= kernel.HEAD_ROOM - binding.MOST_ADDED_BYTES - binding.MOST_DIGITS * values
 
 
-def _planned_call(call: Call, rows: tuple[int, bool] | None, table: int, counts: int) -> tuple[int, ...]:
-    """A call in the form for `binding.bind`. `rows`: the output with its rows, and whether as halves."""
+def _planned_call(
+    call: Call, rows: tuple[int, bool] | None, table: int, counts: int, how: tuple[int, int, int]
+) -> tuple[int, ...]:
+    """A call in the form for `binding.bind`. `rows`: the output with its rows, and whether as halves; its hash."""
     if rows is not None:
         kind = layout.BAGS_OF_ROWS if call.pooled else layout.ROWS
     else:
         kind = layout.FOUND_ALONE if call.found else layout.CHECKED
     padding = call.feature.padding_key  # Python handles a key that collides, and all keys with its hash
-    usual, how = call.spec.datatype == KEY_DATATYPES[call.feature.key_type(call.table)][0], call.feature.hash
+    usual = call.spec.datatype == KEY_DATATYPES[call.feature.key_type(call.table)][0]
     form = layout.STRINGS if call.spec.datatype == BYTES else layout.AS_CODES if usual else layout.NO_NEGATIVE
     return layout.PLANNED.row(
         table=table,
@@ -171,5 +177,13 @@ def _planned_call(call: Call, rows: tuple[int, bool] | None, table: int, counts:
         weights_of=binding.NONE if call.weights is None else call.weights,
         rows_to=binding.NONE if rows is None else rows[0],
         found_to=call.found[0] if call.found else binding.NONE,
-        **dict(zip(("hash", "mod", "bits"), form_of(how), strict=True)),
+        **dict(zip(("hash", "mod", "bits"), how, strict=True)),
     )
+
+
+def _hash_words(how: KeyHash | TrainerHash | None) -> tuple[tuple[int, int, int], object]:
+    """The fields `hash`, `mod` and `bits` of a planned call, and the object that they point to."""
+    if isinstance(how, TrainerHash):
+        numbers = RowNumbers.of(how)
+        return (layout.AS_TRAINED, numbers.address, make_rows.address), numbers
+    return form_of(how), None
