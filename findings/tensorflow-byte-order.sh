@@ -33,7 +33,7 @@ print("of astype(int64):", tf.make_ndarray(tf.make_tensor_proto(ids.astype(np.in
 try:
     triton.InferInput("id", [2], "INT64").set_data_from_numpy(ids)
 except triton.InferenceServerException as error:
-    print("tritonclient:", str(error)[:40])
+    print("tritonclient:", str(error)[:39])
 PY
 cat > "$work/ovms.py" <<'PY'
 import numpy as np
@@ -45,4 +45,9 @@ PY
 echo "tensorflow 2.21.0, tritonclient 2.73.0, ovmsclient 2023.1"
 (cd "$work" && venv/bin/python run.py 2>/dev/null && ovms/bin/python ovms.py) | tee "$work/seen"
 diff "$work/seen" - <<'WANT'
+NumPy: [1, 2] tf.constant: [1, 2]
+make_tensor_proto: True make_ndarray of it: [72057594037927936, 144115188075855872]
+of astype(int64): [1, 2]
+tritonclient: got unexpected datatype None from numpy
+ovmsclient: [72057594037927936, 144115188075855872]
 WANT
