@@ -9,23 +9,26 @@ Any thread; calls may block on the disk.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import logging
 import os
 import re
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tierstore.config import Settings
 from tierstore.engine.data.disk_room import check_free
-from tierstore.errors import Conflict, DiskFull, InvalidInput, NotFound, StorageError
+from tierstore.errors import Conflict, DiskFull, InvalidInput, NotFound, StorageError, TierstoreError
 from tierstore.formats import files
 from tierstore.formats.names import DataDirectory
 from tierstore.sizes import size_text
+
+logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 16 << 20
 MOST_FILES = 100_000
@@ -46,6 +49,7 @@ class Upload:
     model: str
     root: Path
     sizes: Mapping[str, int]
+    names: tuple[str, ...]  # of `sizes`, in their order
 
     @property
     def files(self) -> Path:
@@ -54,11 +58,14 @@ class Upload:
 
     def there(self, name: str) -> int:
         """So many bytes of a file have come."""
-        path = self.files / name
+        path, size = self.files / name, self.sizes[name]
+        if path.exists():  # a file is whole under its own name alone
+            return size
         try:
-            return path.stat().st_size if path.exists() else _missing(path).stat().st_size
+            there = _missing(path).stat().st_size
         except FileNotFoundError:
             return 0
+        return min(there, max(0, size - 1)) // PIECE_BYTES * PIECE_BYTES
 
     def document(self) -> dict[str, Any]:
         """`files` in the order in which they were declared: bytes of each that have come."""
@@ -129,7 +136,7 @@ class Spool:
                 "a snapshot that is sent",
                 total,
             )
-            upload = Upload(name, model, self._root / name, dict(sizes))
+            upload = Upload(name, model, self._root / name, dict(sizes), tuple(sizes))
             files.make_dir(upload.files)
             files.publish_record(upload.root / _RECORD, {"model": model, "files": dict(sizes)})
             self._known[name] = upload
@@ -154,7 +161,8 @@ class Spool:
         """
         if not 0 <= number < len(upload.sizes):
             raise NotFound(f"upload {upload.id} has {len(upload.sizes)} files, from 0 on; got {number}")
-        name, size = list(upload.sizes.items())[number]
+        name = upload.names[number]
+        size = upload.sizes[name]
         wanted = min(PIECE_BYTES, size - offset)
         if offset % PIECE_BYTES or wanted <= 0 or len(piece) != wanted:
             raise InvalidInput(
@@ -173,20 +181,23 @@ class Spool:
                 raise Conflict(
                     f"{there} bytes of file {number} are there, so the next piece begins at {there}, not {offset}"
                 )
-            check_free(self._root, self._reserve, "a piece of a snapshot", len(piece))
+            check_free(upload.root, self._reserve, "a piece of a snapshot", len(piece))
             _append(upload.files / name, offset, piece, whole=offset + len(piece) == size)
             return offset + len(piece)
 
-    @contextmanager
+    @contextlib.contextmanager
     def loading(self, upload: Upload) -> Iterator[None]:
         """While a load reads it. A load that went well has taken it: it is removed."""
         with self._held(upload):
             yield
-        self.discard(upload)
+        try:
+            self.discard(upload)
+        except TierstoreError as error:  # the load went well all the same
+            logger.warning("upload %s stays until it is swept: %s", upload.id, error)
 
     def whole(self, upload: Upload) -> Path:
         """The directory of a snapshot that is there as a whole. Conflict before."""
-        missing = [name for name, size in upload.sizes.items() if upload.there(name) < size]
+        missing = [name for name, size in upload.sizes.items() if size and not (upload.files / name).exists()]
         if missing:
             raise Conflict(
                 f"{len(missing)} of {len(upload.sizes)} files of upload {upload.id} are not whole, {missing[0]} among "
@@ -197,6 +208,8 @@ class Spool:
             if not path.exists():
                 files.make_dir(path.parent)
                 path.touch()
+        for folder in {(upload.files / name).parent for name in upload.sizes}:
+            files.fsync_dir(folder)  # a name may be there whose flush has failed
         os.utime(upload.root / _RECORD)
         return upload.files
 
@@ -205,9 +218,15 @@ class Spool:
         with self._lock:
             if self._busy.get(upload.id):
                 raise Conflict(f"upload {upload.id} is being read or written: try again when that is done")
-            self._known.pop(upload.id, None)
-            self._changing.pop(upload.id, None)
-        files.remove_tree(upload.root)
+            trash = self._forget(upload)
+        if trash is not None:
+            files.remove_leftover(trash)
+
+    def _forget(self, upload: Upload) -> Path | None:
+        """Take it out. Returns what is left to remove. Holds the lock, as the same id may be declared at once."""
+        self._known.pop(upload.id, None)
+        self._changing.pop(upload.id, None)
+        return files.discard(upload.root)
 
     def all(self, model: str) -> list[Upload]:
         """The uploads of a model, loaded ones not."""
@@ -220,17 +239,17 @@ class Spool:
             if time.monotonic() - self._swept_s < _SWEEP_EVERY_S and self._swept_s:
                 return
             self._swept_s = time.monotonic()
-            old = [
-                of
-                for of in self._known.values()
-                if not self._busy.get(of.id) and time.time() - _touched(of) > self._retention_s
-            ]
-            for upload in old:
-                del self._known[upload.id]
-        for upload in old:
-            files.remove_tree(upload.root)
+            known = list(self._known.values())
+        for upload in known:
+            if time.time() - _touched(upload) <= self._retention_s:
+                continue
+            with self._lock:
+                is_idle = self._known.get(upload.id) is upload and not self._busy.get(upload.id)
+                trash = self._forget(upload) if is_idle else None
+            if trash is not None:
+                files.remove_leftover(trash)
 
-    @contextmanager
+    @contextlib.contextmanager
     def _held(self, upload: Upload) -> Iterator[None]:
         with self._lock:
             if self._known.get(upload.id) is not upload:
@@ -244,7 +263,7 @@ class Spool:
                 if not self._busy[upload.id]:
                     del self._busy[upload.id]
 
-    @contextmanager
+    @contextlib.contextmanager
     def _using(self, upload: Upload) -> Iterator[None]:
         """One piece at a time comes to an upload."""
         with self._held(upload):
@@ -257,7 +276,7 @@ class Spool:
         """Take up what an earlier process has left, or remove what is no upload."""
         try:
             document = files.read_json(path / _RECORD)
-            upload = Upload(path.name, document["model"], path, document["files"])
+            upload = Upload(path.name, document["model"], path, document["files"], tuple(document["files"]))
         except (StorageError, KeyError, OSError):
             files.remove_tree(path)
             return
@@ -297,10 +316,14 @@ def _append(path: Path, offset: int, piece: memoryview, *, whole: bool) -> None:
             file.seek(offset)
             file.write(piece)
             files.sync(file, part)
-    except OSError as error:
+        if whole:
+            files.rename(part, path)
+    except (OSError, StorageError) as error:
+        with contextlib.suppress(OSError):
+            os.truncate(part, offset)  # of a piece that is not acknowledged nothing counts
+        if isinstance(error, StorageError):
+            raise
         raise StorageError(f"cannot write {part}: {error}") from error
-    if whole:
-        files.rename(part, path)
 
 
 def _touched(upload: Upload) -> float:

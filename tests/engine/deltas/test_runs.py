@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import shutil
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import combinations
 from pathlib import Path
@@ -20,11 +22,14 @@ from tests.engine import scenes
 from tests.engine.test_store import folded
 from tests.engine.test_torn import Before, CutOff
 from tests.formats.disks import FailingDisk
+from tierstore.engine.data.overlay import OverlayTable
 from tierstore.engine.deltas import apply, log
 from tierstore.engine.serving import publisher
 from tierstore.engine.serving.publisher import Publisher
 from tierstore.errors import DeltaError, SequenceGap
 from tierstore.formats import files
+from tierstore.kernels import overlay_index
+from tierstore.types import KeyType, StorageDtype, TableSpec
 
 pytestmark = pytest.mark.usefixtures("quick_loads")
 
@@ -227,6 +232,57 @@ def test_a_delta_of_a_run_that_was_acknowledged_and_is_gone_is_a_loss(tmp_path: 
     next((tmp_path / "data/models/ctr/log").glob("*03-*")).unlink()
     store = open_store(**UNFOLDED)
     assert "delta 3 is missing" in str(store.status()["models"]["ctr"]["problem"])
+
+
+def test_a_loss_within_a_run_stays_a_loss_where_the_end_of_the_log_is_not_known(
+    tmp_path: Path, open_store: OpenStore
+) -> None:
+    store = open_store(**UNFOLDED)
+    store.load_snapshot(scenes.write_snapshot(tmp_path))
+    store.apply_delta(delta(1))
+    assert store.apply_run("ctr", run_of(range(2, 6))) == 4
+    store.close()
+    where = tmp_path / "data/models/ctr"
+    (where / "log.end").write_bytes(b"rubbish")
+    lost = next((where / "log").glob("*03-*"))
+    kept = lost.read_bytes()
+    lost.unlink()
+    store = open_store(**UNFOLDED)
+    assert "delta 3 is missing" in str(store.status()["models"]["ctr"]["problem"])
+    store.close()
+    lost.write_bytes(kept)
+    store = open_store(**UNFOLDED)
+    assert last_of(store) == 5, "nothing behind it was removed"
+    assert_rows(store, 5)
+
+
+def test_all_that_a_run_publishes_is_ready_for_look_ups(tmp_path: Path, open_store: OpenStore) -> None:
+    """Also below the newest: a small delta is not merged with a large one before it."""
+    store = open_store(**UNFOLDED)
+    store.load_snapshot(scenes.write_snapshot(tmp_path))
+    many = list(range(900))
+    large = scenes.delta(1, {"item": (many, scenes.vectors("item", 1, many))})
+    assert store.apply_run("ctr", [(1, large, None), (2, delta(2), None)]) == 2
+    view = store.model("ctr").publisher.current
+    assert len(view.overlays) == 2
+    assert all(table._made for overlay in view.overlays for table in overlay.tables.values())
+
+
+def test_two_threads_that_make_an_overlay_ready_get_the_same_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a view has is an address: the other one would be freed while it is read."""
+    both = threading.Barrier(2)
+    build = overlay_index.build
+
+    def at_once(keys: Any) -> Any:
+        both.wait(30)
+        return build(keys)
+
+    monkeypatch.setattr(overlay_index, "build", at_once)
+    spec = TableSpec("item", KeyType.INT64, 8, StorageDtype.FLOAT16)
+    table = OverlayTable(spec, np.arange(50), np.zeros((50, 16), np.uint8), np.zeros(50, np.bool_))
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(lambda _: table.prepare(), range(2))
+    assert first is second is table.prepare()
 
 
 def test_a_run_that_was_cut_off_between_two_lines_is_there_whole_or_can_be_sent_again(

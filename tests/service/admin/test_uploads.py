@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 
 import tierstore
-from tierstore.errors import Conflict, InvalidInput, SnapshotError
+from tests.formats.disks import FailingDisk
+from tierstore.errors import Conflict, InvalidInput, SnapshotError, StorageError
+from tierstore.formats import files
 from tierstore.service import spool
 from tierstore.service.server import ServerThread
 
@@ -232,6 +234,45 @@ def test_one_that_is_being_loaded_is_neither_swept_nor_removed(tmp_path: Path) -
     with made.loading(upload):
         pass
     assert not upload.root.exists()
+
+
+@pytest.mark.parametrize("at", range(4))
+def test_a_piece_that_could_not_be_kept_is_taken_when_it_comes_again(tmp_path: Path, at: int) -> None:
+    made = spool.Spool(tmp_path, None, 0, 100.0)
+    upload = made.declare("ctr", "a" * 32, {"x": 6000})
+    content = os.urandom(6000)
+    pieces = [(offset, content[offset : offset + 4096]) for offset in (0, 4096)]
+    disk, failed = FailingDisk(at), 0
+    with files.use(disk):
+        for offset, piece in pieces:
+            digest = hashlib.sha256(piece).hexdigest()
+            try:
+                made.write(upload, 0, offset, memoryview(piece), digest)
+            except StorageError:
+                failed += 1
+                made.write(upload, 0, offset, memoryview(piece), digest)
+    assert failed == 1
+    assert (made.whole(upload) / "x").read_bytes() == content
+
+
+def test_bytes_of_a_piece_that_stopped_short_do_not_count(tmp_path: Path) -> None:
+    made = spool.Spool(tmp_path, None, 0, 100.0)
+    upload = made.declare("ctr", "a" * 32, {"x": 6000})
+    (upload.files / "x.part").write_bytes(bytes(40))
+    assert upload.there("x") == 0
+    assert upload.document()["bytes"] == 0
+    (upload.files / "x.part").write_bytes(bytes(6000))
+    assert upload.there("x") == 4096, "not whole before it has its name"
+
+
+def test_a_load_that_went_well_is_not_a_failure_because_a_late_piece_comes(tmp_path: Path) -> None:
+    made = spool.Spool(tmp_path, None, 0, 100.0)
+    upload = made.declare("ctr", "a" * 32, {"x": 0})
+    made.whole(upload)
+    with made._held(upload):
+        with made.loading(upload):
+            pass
+        assert upload.root.exists()
 
 
 def test_a_last_piece_of_an_earlier_process_is_asked_for_again(tmp_path: Path) -> None:

@@ -30,25 +30,26 @@ class OverlayTable:
     first of them: an overlay that is merged into the next one, or folded at once, does without.
     """
 
-    __slots__ = ("_answering", "deleted", "keys", "nbytes", "rows", "spec", "times")
+    __slots__ = ("_made", "deleted", "keys", "nbytes", "rows", "spec", "times")
 
     def __init__(
         self, spec: TableSpec, keys: Keys, rows: Rows, deleted: np.ndarray, times: Times | None = None
     ) -> None:
         self.spec, self.keys, self.rows, self.deleted, self.times = spec, keys, rows, deleted, times
-        self._answering: overlay_index.Answering | None = None
+        self._made: dict[str, overlay_index.Answering] = {}  # at most one: what has an address of it relies on that
         kept = (keys, rows, deleted) if times is None else (keys, rows, deleted, times)
         self.nbytes = _index_bytes(len(keys)) + sum(array.nbytes for array in kept)
 
     def prepare(self) -> overlay_index.Answering:
-        """Make it ready for look-ups. Any thread; of two at once both make the same."""
-        answering = self._answering
-        if answering is None:
+        """Make it ready for look-ups. Any thread; of two at once both get what the first has kept."""
+        made = self._made.get("answering")
+        if made is None:
             spec = self.spec
-            answering = self._answering = overlay_index.Answering(
+            answering = overlay_index.Answering(
                 overlay_index.build(self.keys), self.keys, self.rows, self.deleted, spec.dtype, spec.dim
             )
-        return answering
+            made = self._made.setdefault("answering", answering)  # one step
+        return made
 
     @property
     def words(self) -> np.ndarray:

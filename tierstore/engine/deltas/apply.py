@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial, reduce
+from itertools import chain
 
 from tierstore.engine.data.dense_head import Heads
 from tierstore.engine.data.disk_room import DiskRoom
@@ -291,8 +292,8 @@ class DeltaPath:
                 reduce(partial(stack, frozen=self._live.folding), each, view.overlays)
                 for view, each in zip(views, overlays, strict=True)
             ]
-            for newest, *_ in stacks:
-                newest.prepare()
+            for overlay in chain.from_iterable(stacks):
+                overlay.prepare()
             after = served.with_views(
                 View(view.open_version, stacked, each[-1].hi)
                 for view, stacked, each in zip(views, stacks, overlays, strict=True)

@@ -134,7 +134,10 @@ class DeltaLog:
             return
         rest = [(seq, path) for seq in paths if seq > gap for path in paths[seq]]
         try:
-            if any(origins.run_in(origins.read(path), seq) > gap for seq, path in rest):
+            firsts = [origins.run_in(origins.read(path), seq) for seq, path in rest]
+            if max(firsts) > gap:
+                return
+            if not self._end and min(firsts) > start + 1:  # not the log's first run, and where it ends is not known
                 return
         except (OSError, Corruption, ValueError):
             return  # `read` reports it

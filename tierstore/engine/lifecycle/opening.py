@@ -202,6 +202,8 @@ class Opener:
         overlays = self._unfolded(version, missing_why)
         reserved = sum(overlay.nbytes for overlay in overlays)
         try:
+            for overlay in overlays:
+                overlay.prepare()
             yield View(version, overlays, overlays[0].hi if overlays else version.watermark)
         except BaseException:
             if self._state.live.served.view_of(version) is None:

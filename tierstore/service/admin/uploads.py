@@ -48,23 +48,24 @@ def add_uploads(app: FastAPI, service: Service) -> None:
         sizes = {file.name: file.bytes for file in request.files}
         if len(sizes) != len(request.files):
             raise InvalidInput("files: a name comes twice")
-        return (await pool.run(spool.declare, model, upload, sizes)).document()
+        there = await pool.run(spool.declare, model, upload, sizes)
+        return await pool.run(there.document)
 
     @app.get("/admin/models/{model}/uploads", tags=["snapshots"])
     async def of_model(model: ModelName) -> dict[str, Any]:
         """What is being sent, or was and is not loaded yet."""
-        return {"uploads": [each.document() for each in spool.all(model)]}
+        return {"uploads": await pool.run(lambda: [each.document() for each in spool.all(model)])}
 
     @app.get("/admin/models/{model}/uploads/{upload}", tags=["snapshots"])
     async def state(model: ModelName, upload: UploadId) -> dict[str, Any]:
         """How far an upload has come."""
-        return spool.of(model, upload).document()
+        return await pool.run(spool.of(model, upload).document)
 
     @app.delete("/admin/models/{model}/uploads/{upload}", tags=["snapshots"])
     async def discard(model: ModelName, upload: UploadId) -> dict[str, Any]:
         """Remove what was sent. Else it goes once it is loaded, or `load_retention_s` after the last piece."""
         there = spool.of(model, upload)
-        document = there.document()
+        document = await pool.run(there.document)
         await pool.run(spool.discard, there)
         return document
 

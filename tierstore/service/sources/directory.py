@@ -129,8 +129,10 @@ class Watcher:
         waiting = [(seq, path) for seq, path in files if feed.done is None or seq > feed.done]
         nothing_waits = not waiting
         while waiting:
+            if self._stop.is_set():
+                return
             together = self._apply_run(directory.name, feed, waiting)
-            if not together and (self._stop.is_set() or not self._apply(directory.name, feed, *waiting[0])):
+            if not together and not self._apply(directory.name, feed, *waiting[0]):
                 return
             del waiting[: together or 1]
         if nothing_waits:

@@ -147,7 +147,10 @@ class Applier:
             except InvalidInput:  # it is parked in its turn
                 break
             run.append((held.seq, data, self._origin(ready[:number])))
-        applied = ready[: self._store.apply_run(ready[0].model, run)] if len(run) > 1 else []
+        try:
+            applied = ready[: self._store.apply_run(ready[0].model, run)] if len(run) > 1 else []
+        except TierstoreError:  # what is wrong is said of the first by itself
+            return False
         for held in applied:
             self._applied(held)
         return bool(applied)
