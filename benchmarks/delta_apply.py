@@ -148,8 +148,10 @@ def beside_http(where: Path, source: Path, made: Iterator[bytes], seconds: float
         out = where / "seen.npy"
         asker = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.lookup_swap", "--ask", str(served.port), str(out), str(HTTP_RATE)],
-            stdin=subprocess.PIPE,
-        )
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )  # fmt: skip
+        assert asker.stdout is not None
+        asker.stdout.readline()  # it asks
         time.sleep(3)
         admin, spans = Admin(served), []
         for _ in range(phases):

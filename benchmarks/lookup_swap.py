@@ -115,6 +115,7 @@ def ask(port: int, out: Path, rate: float = RATE) -> None:
     askers = [threading.Thread(target=one, args=(number,)) for number in range(CONNECTIONS)]
     for asker in askers:
         asker.start()
+    print("asks", flush=True)
     sys.stdin.read()
     over.set()
     for asker in askers:
@@ -152,7 +153,9 @@ class Answers:
 def asked(port: int, where: Path) -> Iterator[Answers]:
     """In the block a process asks, and another one only wakes up. What they saw is there after it."""
     command = [sys.executable, "-m", "benchmarks.lookup_swap"]
-    asker = subprocess.Popen([*command, "--ask", str(port), str(where / "seen.npy")], stdin=subprocess.PIPE)
+    asker = subprocess.Popen(
+        [*command, "--ask", str(port), str(where / "seen.npy")], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
+    )
     ticker = subprocess.Popen([*command, "--tick", str(where / "ticks.npy")], stdin=subprocess.PIPE)
     answers = Answers()
     yield answers

@@ -39,6 +39,8 @@ from tierstore.service.server import ServerThread
 PIP = "installs packages; `make dist` installs the wheel with its extras into a fresh environment"
 KAFKA = "needs a Kafka cluster; tests/service/sources/test_kafka.py and test_kafka_rows.py start the service with one, and park messages"
 NOT_RUN = {  # the beginning of a line, or of a program → why
+    "for node in a b c; do tierstore load": "needs three nodes; tests/engine/placements/cluster/test_load_parts.py shares a load",
+    'snapshot.feature("word", table="word", hash=tierstore.hash_like': "a line of a program; tests/formats/test_trainer_hash.py does so",
     "kubectl port-forward": "needs a cluster; tests/client/test_rollout.py sends a snapshot to nodes",
     "tierstore rollout snapshots/ctr/20261120 --nodes http://127.0.0.1:8100": "the same",
     "make demo": "runs `tierstore demo`, as tests/demo does",

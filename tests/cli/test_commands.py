@@ -148,12 +148,12 @@ def test_an_import_goes_to_where_the_service_reads_or_is_sent(
 ) -> None:
     as_spark(tmp_path / "items")
     (tmp_path / "models").mkdir()
-    words = ["import", "items", "--model", "ctr", "--table", "item", "--key", "item_id", "--vector", "embedding"]
+    words = ["import", "items", "--table", "item", "--key", "item_id", "--vector", "embedding"]
     with tierstore.open(tmp_path / "data") as store:
-        for roots in ([tmp_path / "models"], ["s3://models"]):
+        for model, roots in (("seen", [tmp_path / "models"]), ("sent", ["s3://models"])):
             settings = store.settings.model_copy(update={"source_root": roots, "port": 0, "grpc_port": "off"})
             with ServerThread(store, settings) as server:
-                done = cli(*words, "--url", server.url)
+                done = cli(*words, "--model", model, "--url", server.url)
                 assert "is active: 100 rows" in done.out, done.err
                 assert ("import: send" in done.err) == (roots == ["s3://models"])
                 assert list((tmp_path / "models").iterdir()) == []

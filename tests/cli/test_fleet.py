@@ -180,7 +180,7 @@ def test_a_plan(cli: Cli, tmp_path: Path) -> None:
     assert "one machine: not possible, disk" in run.out
     document = cli(*words, "--zipf", "1.1", "--nodes", "4", "--json").document
     assert document["load"]["reuse"] == "Zipf 1.1"
-    assert [design["nodes"] for design in document["designs"]] == [4, 4, 4]
+    assert [design["nodes"] for design in document["designs"]] == [4, 4, 4, 4]
     (tmp_path / "p.toml").write_text('currency = "EUR"\nmemory = 3\n')
     small = cli("plan", "--rows", "1e6", "--dim", "16", "--memory", "8GiB")
     assert "chosen: one machine" in small.out

@@ -8,6 +8,7 @@ A page has the place that it has in the repository, so that its links work here 
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import re
 import shutil
@@ -52,9 +53,10 @@ def write(folder: Path) -> None:
     (folder / "mkdocs.yml").write_text(settings, encoding="utf-8")
 
 
+@functools.cache
 def _sources() -> list[Path]:
     """Pages of the repository, relative to it."""
-    found = [ROOT / name for name in ("README.md", "CHANGELOG.md", "SECURITY.md")]
+    found = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")]
     found += [path for folder in ("docs", "schema") for path in sorted((ROOT / folder).rglob("*.md"))]
     return [path.relative_to(ROOT) for path in found]
 
@@ -78,8 +80,9 @@ def _menu(pages: dict[str, str]) -> list[dict[str, object]]:
 def _entry(target: str, pages: dict[str, str]) -> object:
     if not (ROOT / target).is_dir():
         return target
-    within = [{_title(text): page} for page, text in pages.items() if page.startswith(f"{target}/")]
-    return [_page(target), *within]
+    first = _page(target)
+    within = [{_title(text): page} for page, text in pages.items() if page.startswith(f"{target}/") and page != first]
+    return [first, *within]
 
 
 def _capital(text: str) -> str:
@@ -119,6 +122,8 @@ def _page(target: str) -> str:
     """The page on which a file or folder of the repository is shown."""
     if target.endswith(".md"):
         return target
+    if (own := f"{target}/README.md") in map(Path.as_posix, _sources()):
+        return own
     return f"{target}/index.md" if (ROOT / target).is_dir() else f"{target}.md"
 
 

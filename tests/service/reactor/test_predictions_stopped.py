@@ -23,7 +23,7 @@ class _FewJobs:
         self.jobs["block"] = np.arange(1, count + 1)
         self.jobs["stream"] = 1  # their requests are their own
         service: Any = SimpleNamespace(
-            lookup_pool=SimpleNamespace(jobs_done=lambda count: None), batches=SimpleNamespace(max_items=0)
+            lookup_pool=SimpleNamespace(jobs_done=lambda count: None), settings=SimpleNamespace(batch_max_items=0)
         )
         readers: Any = SimpleNamespace(jobs=self.jobs, done_at=np.zeros(1, np.int64))
         scoring: Any = SimpleNamespace(inputs=[], outputs=[])

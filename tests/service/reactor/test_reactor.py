@@ -23,8 +23,6 @@ from tests.service.conftest import ask_while_versions_change, eventually, load
 from tests.service.raw_clients import request
 from tests.service.scenes import write_small
 from tierstore.engine.store import Store
-from tierstore.service.dataplane import plan as plan_module
-from tierstore.service.dataplane.inference import DataPlane
 from tierstore.service.exchange import Exchange
 from tierstore.service.reactor import allowed, cold_reads
 from tierstore.service.server import ServerThread
@@ -225,22 +223,6 @@ def test_what_a_thread_has_to_finish_is_not_started_again(
     assert http.post(OIP, json=cold).status_code == 200
     eventually(lambda: at_once, "what noted it, which the answer may overtake")
     assert (at_once, len(started)) == ([False], 1)
-
-
-def test_a_large_request_with_a_cached_plan_opens_its_view_once(ctr: Own, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, _, http = ctr
-    opened: list[object] = []
-    view = DataPlane.open
-    monkeypatch.setattr(
-        DataPlane, "open", lambda self, *wanted, **more: (opened.append(1), view(self, *wanted, **more))[1]
-    )
-    monkeypatch.setattr(plan_module, "DIRECT_WORK_BYTES", 1)
-    tensor = {"name": "item_id", "datatype": "INT64", "shape": [2], "parameters": {"binary_data_size": 16}}
-    header = json.dumps({"inputs": [tensor], "other": []}).encode()
-    for expected in (2, 3, 4):  # the first time it is tried on the loop
-        lengths = {"Inference-Header-Content-Length": str(len(header))}
-        assert http.post(OIP, content=header + bytes(16), headers=lengths).status_code == 200
-        assert len(opened) == expected
 
 
 # --- by plan
