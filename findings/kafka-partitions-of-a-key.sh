@@ -3,7 +3,7 @@
 #
 # Guess: a message's partition follows from its key and the number of partitions, whoever sends it.
 # What happens: confluent-kafka (librdkafka) takes CRC-32 of the key by default; Java's client, kafka-python and aiokafka take murmur2. Of 200 keys
-# over 4 partitions about a quarter meet, by chance. With `"partitioner": "murmur2_random"` librdkafka agrees for keys that are not empty.
+# over 4 partitions a third meet, by chance. With `"partitioner": "murmur2_random"` librdkafka agrees for keys that are not empty.
 # Why it matters: only within a partition is there an order. If Flink or Java writes the rows of a table and a Python job repairs some, two values of one key lie in
 # two partitions, and which of them a store ends with depends on who is read first; compaction keeps both.
 # Source: https://github.com/confluentinc/librdkafka/blob/master/CONFIGURATION.md (partitioner)

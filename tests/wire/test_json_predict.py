@@ -292,3 +292,17 @@ def test_many_inputs_are_put_in_order() -> None:
     assert first
     assert first == scan(json.dumps({"inputs": {name: [1] for name in sorted(names)}}).encode())
     assert not scan(json.dumps({"inputs": {name: [1] for name in [*names, "one more"]}}).encode())
+
+
+@pytest.mark.parametrize("commas", [1, 60, 3000, 50_000])
+def test_commas_of_no_element_take_no_room(commas: int) -> None:
+    """Nothing is written behind the text's room (`by_kernels` looks there), though each comma promises an element."""
+    empty = "[1" + "," * commas + "]"
+    for names in (["clicked", "item"], ["item", "price"], ["item", "user", "exact"]):
+        for bad in names:
+            good = [f'"{each}":7' for each in names if each != bad]
+            for members in ([f'"{bad}":{empty}', *good], [*good, f'"{bad}":{empty}']):
+                text = "{" + ",".join(members) + "}"
+                check(f'{{"instances":[{text}]}}'.encode(), names, taken=False)
+                check(f'{{"instances":[{text},{text}]}}'.encode(), names, taken=False)
+                check(f'{{"inputs":{text}}}'.encode(), names, taken=False)

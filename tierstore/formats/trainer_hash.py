@@ -123,6 +123,8 @@ class RowNumbers:
         codes = as_codes(keys, self.how.key)
         rows = np.empty(len(codes), np.int64)
         bad = self._call(kernel.OF_INTEGERS, address_of(codes), 0, rows)
+        if bad >= 0 and self.how.bits != 32:
+            raise MemoryError("no memory for the text of a key")
         if bad >= 0:
             raise InvalidInput(
                 f"expected keys of 32 bits, -2^31 to 2^31 - 1, as the hash of the feature says (bits); got {codes[bad]}"
@@ -133,7 +135,8 @@ class RowNumbers:
         rows = np.empty(len(strings), np.int64)
         _, offsets, data = strings.buffers()
         at = 0 if data is None else data.address
-        self._call(kernel.OF_STRINGS, at, offsets.address + 8 * strings.offset, rows)
+        if self._call(kernel.OF_STRINGS, at, offsets.address + 8 * strings.offset, rows) >= 0:
+            raise MemoryError("no memory for the text of a key")
         return rows
 
     def _call(self, form: int, keys: int, sizes: int, out: Keys) -> int:

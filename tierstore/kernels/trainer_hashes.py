@@ -501,6 +501,8 @@ def _make_rows_of_integers(how, keys, n, out):  # type: ignore[no-untyped-def]
         key = load_i64(keys, i)
         if how.integers == AS_TEXT:
             row = _row_of_decimal(how, key, digits)
+            if row < 0 and how.rest != NO_REST:
+                return _I64(i)
         else:
             if how.integers == OF_4_BYTES and key != _signed32(key):
                 return _I64(i)
@@ -511,7 +513,8 @@ def _make_rows_of_integers(how, keys, n, out):  # type: ignore[no-untyped-def]
 
 @compiled_c(types.int64(*[types.int64] * 6), when=HTTP)
 def make_rows(how: Any, form: Any, keys: Any, sizes: Any, n: Any, out: Any) -> Any:
-    """Write the row numbers of `n` keys, int64[n] at `out`. Returns -1, or the first key that has none: one beyond 32 bits.
+    """Write the row numbers of `n` keys, int64[n] at `out`. Returns -1, or the first key that has none: one beyond 32 bits, or for
+    want of memory.
 
     `how` is a TRAINER_HASH. OF_INTEGERS: `keys` are int64[n], which may be `out`. OF_STRINGS: `keys` is UTF-8, of which `sizes`, int64[n + 1], are the
     ends, as in Arrow's arrays. OF_ONE: `keys` is the UTF-8 of one key of `sizes` bytes, and its row is returned.
@@ -523,7 +526,10 @@ def make_rows(how: Any, form: Any, keys: Any, sizes: Any, n: Any, out: Any) -> A
         return _make_rows_of_integers(function, keys, n, out)
     for i in range(n):
         begin = load_i64(sizes, i)
-        store_i64(out, i, _row_of_text(function, keys + begin, load_i64(sizes, i + 1) - begin))
+        row = _row_of_text(function, keys + begin, load_i64(sizes, i + 1) - begin)
+        if row < 0 and function.rest != NO_REST:
+            return i
+        store_i64(out, i, row)
     return -1
 
 

@@ -446,7 +446,9 @@ def _read(datatypes, record, data):  # type: ignore[no-untyped-def]
             data = _read_bags(record, row, data)
         else:  # read below, to here
             members += 1
-            room = GROWTH * row.size if datatype == _BYTES or row.rank > 2 else WIDTHS[datatype] * row.at
+            room = GROWTH * row.size
+            if datatype != _BYTES and row.rank <= 2:
+                room = min(room, WIDTHS[datatype] * row.at)  # which counts commas: some of them may be of no element
             row.at, row.value_at = data - begins, data
             data += room
             if kind == _IN_ROWS:
