@@ -324,7 +324,7 @@ def asked_of(rng: random.Random) -> tuple[bytes, str]:
     members = list(document.items())
     rng.shuffle(members)
     path = rng.choice(
-        ["/v1/models/ctr:predict", "/v1/models/ctr/versions/1:predict", "/v1/models/ctr/labels/stable:predict"]
+        ["/v1/models/ctr" + of + ":predict" for of in ("", "/versions/1", "/versions/0", "/labels/stable")]
     )
     return json.dumps(dict(members)).encode(), path
 
@@ -351,6 +351,21 @@ def test_reactors_and_python_answer_json_alike(two: tuple[Served, Served]) -> No
     assert other.by_reactors == python
     assert here.by_reactors - before > right // 2
     eventually(lambda: here.server.service.inflight.used_bytes == 0, "nothing is held")
+
+
+def test_a_request_of_no_version_as_openvino_names_it_is_learned(two: tuple[Served, Served]) -> None:
+    """The client of OpenVINO's server says version 0 where it means none."""
+    here, _ = two
+    sent = http({"instances": [{"item_id": 1}]}, path="/v1/models/ctr/versions/0:predict")
+
+    def answered_by_a_reactor() -> bool:
+        before = here.by_reactors
+        with here.connect() as client:
+            client.sendall(sent)
+            assert Answer(client).status == 200
+        return here.by_reactors > before
+
+    eventually(answered_by_a_reactor, "a reactor answers")
 
 
 def test_reactors_and_python_answer_messages_alike(two: tuple[Served, Served]) -> None:

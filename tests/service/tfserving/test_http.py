@@ -144,6 +144,7 @@ def test_strings_may_come_in_base64(http: httpx.Client) -> None:
 
 def test_a_version_is_pinned(http: httpx.Client) -> None:
     assert predict(http, {"inputs": {"item_id": [1]}}, f"ctr/versions/{VERSION}")["outputs"] == items([1]).tolist()
+    assert predict(http, {"inputs": {"item_id": [1]}}, "ctr/versions/0")["outputs"] == items([1]).tolist()
     assert "99" in refusal(http, {"inputs": {"item_id": [1]}}, "ctr/versions/99", 404)
     assert "64 bits" in refusal(http, {"inputs": {"item_id": [1]}}, f"ctr/versions/{1 << 63}")
 
@@ -265,6 +266,7 @@ def test_model_status(own: tuple[Store, ServerThread, httpx.Client], tmp_path: A
     both = [entry(VERSION + 1, "AVAILABLE"), entry(VERSION, "END")]
     assert http.get("/v1/models/ctr").json() == {"model_version_status": both}
     assert http.get(f"/v1/models/ctr/versions/{VERSION}").json() == {"model_version_status": both[1:]}
+    assert http.get("/v1/models/ctr/versions/0").json() == {"model_version_status": both}
     for path in ("nope", "ctr/versions/7", "ctr/labels/nope", "nope/metadata", "ctr/versions/7/metadata"):
         response = http.get(f"/v1/models/{path}")
         assert response.status_code == 404, path

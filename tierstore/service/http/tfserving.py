@@ -41,7 +41,7 @@ from tierstore.service.reactor.predict_lessons import RestLesson
 
 
 class PredictMessage:
-    """A predict request over HTTP, as a `Message`. `teaches`: whether reactors should learn from it."""
+    """A predict request over HTTP, as a `Message`. `version`: as its path says; `teaches`: whether reactors should learn from it."""
 
     __slots__ = (
         "_body",
@@ -49,6 +49,7 @@ class PredictMessage:
         "_headers",
         "_holding",
         "_made",
+        "_named",
         "_parsed",
         "_service",
         "model",
@@ -72,7 +73,8 @@ class PredictMessage:
         teaches: bool,
     ) -> None:
         self._service, self._headers, self._holding = service, headers, holding
-        self.model, self.version, self.teaches = model, version, teaches
+        self.model, self.version, self.teaches = model, version or None, teaches
+        self._named = version
         self._body = memoryview(b"")
 
     def receive(self, body: memoryview, caller: Caller) -> None:
@@ -115,7 +117,7 @@ class PredictMessage:
         service, plan, view = self._service, inference.plan, inference.view
         if not self.teaches or service.plans is None or b"content-encoding" in self._headers:
             return
-        lesson = RestLesson(self.model, self.version, self._body, self._made, plan.specs, rows=self._parsed.rows)
+        lesson = RestLesson(self.model, self._named, self._body, self._made, plan.specs, rows=self._parsed.rows)
         service.plans.learn(self.model, view, self.version, plan, lesson, None if plan.dense is None else REFUSAL)
 
     def read(self, inference: Inference) -> tuple[list[Elements], list[Any]]:
@@ -155,7 +157,7 @@ class TfsHttp(ProtocolApplication):
 
     async def _document(self, scope: Scope, headers: Headers, receive: Receive, holding: Reservation) -> Response:
         path = _path(scope)
-        name, version = path["model"], _version(path)
+        name, version = path["model"], _version(path) or None
         allow(scope["method"], "GET")
         service = self._service
         service.dataplane.model(name)
@@ -183,7 +185,7 @@ def _path(scope: Scope) -> re.Match[str]:
 
 
 def _version(path: re.Match[str]) -> int | str | None:
-    """The version or label in a path."""
+    """The version or label in a path; 0, which no version has, is what OpenVINO's client names where it means none."""
     label: str | None = path["label"]
     if path["version"] is None:
         return None if label is None else documents.checked_label(label)
