@@ -139,7 +139,9 @@ def test_sizes_of_raw_files_are_said_and_compared_with_a_dim(cli: Cli) -> None:
     done = cli(*words, "--dim", 3)
     assert done.code == 1
     assert "right for keys of 32 bits: write int64 keys" in done.err
-    assert "1 rows of item, dim 6 (" in cli(*words).out
+    done = cli(*words)
+    assert (done.code, "item_mht_1of1-keys: does not say the types" in done.err) == (1, True)
+    assert cli(*words[:1], CORPUS / "pairs/tfra", *words[2:], "--dim", 3).code == 0
     assert "--dim" in cli("import", "--help").out
 
 

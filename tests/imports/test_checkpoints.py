@@ -46,11 +46,13 @@ def dynamicemb(folder: Path, table: str, keys: np.ndarray, rows: np.ndarray, ran
 
 
 def test_a_table_that_tfra_has_saved(tmp_path: Path) -> None:
-    assert imported(tmp_path, HERE / "tfra") == dict(zip([7, -3, 2**62, 0], ROWS.tolist(), strict=True))
+    assert imported(tmp_path, HERE / "tfra", dim=ROWS.shape[1]) == dict(
+        zip([7, -3, 2**62, 0], ROWS.tolist(), strict=True)
+    )
 
 
 def test_a_table_that_tfra_has_saved_from_two_devices(tmp_path: Path) -> None:
-    assert imported(tmp_path, HERE / "tfra_sharded") == {key: [2.0 * key, 2.0 * key + 1] for key in range(6)}
+    assert imported(tmp_path, HERE / "tfra_sharded", dim=2) == {key: [2.0 * key, 2.0 * key + 1] for key in range(6)}
 
 
 def test_tables_of_dynamicemb_side_by_side_are_named_behind_the_directory(tmp_path: Path) -> None:

@@ -30,8 +30,7 @@ PAIRS = {key: [row[0], row[1]] for key, row in ROWS.items()}
 GLOVE = {(". . of" if word == "of" else word): row for word, row in BY_WORD.items()}
 
 READ: dict[str, tuple[str | list[str], dict[str, Any], dict[Any, list[float]]]] = {
-    "raw pairs": ("pairs/tfra", {}, ROWS),
-    "raw pairs of the dim that is said": ("pairs/tfra", {"dim": 3}, ROWS),
+    "raw pairs": ("pairs/tfra", {"dim": 3}, ROWS),
     "a part without rows": ("empty_part", ITEMS, ROWS),
     "categories": ("categories/categorical.arrow", {"key": "word", "vector": "embedding"}, BY_WORD),
     "an enumeration": ("categories/enum.arrow", {"key": "word", "vector": "embedding"}, BY_WORD),
@@ -101,6 +100,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "codes alone": ("quantized/alone.safetensors", {}, "tensor 'w': expected rows of floats, got int8; save the numbers"),
     "codes in arrays": ("quantized/codes.npz", {}, "tensor 'rows': expected rows of floats, got int8"),
     "codes in columns": ("quantized/columns.parquet", ITEMS, "with 'embedding_scale' beside it: these are codes"),
+    "raw pairs of any types": ("pairs/tfra", {}, "item_mht_1of1-keys: does not say the types of its keys and numbers: .*--dim"),
     "keys of 32 bits": (
         "pairs/tfra_int32_keys",
         {"dim": 3},

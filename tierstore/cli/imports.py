@@ -51,7 +51,8 @@ Dim = Annotated[
         "--dim",
         min=1,
         metavar="N",
-        help="Numbers of a vector: others are refused, and files that do not say it (HugeCTR, TFRA) compared with it.",
+        help="Numbers of a vector: others are refused, and files that do not say it (HugeCTR; TFRA, which needs it) "
+        "compared with it.",
     ),
 ]
 Integers = Annotated[

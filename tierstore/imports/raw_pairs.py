@@ -5,7 +5,7 @@
     HugeCTR, HPS    a folder with `key`, `emb_vector`
 
 All int64 keys and float32 rows, little-endian. The files say neither: their sizes have to fit, and where `dim` is said,
-that too. One thread at a time.
+that too. TFRA's may hold other types, so there it has to be said. One thread at a time.
 """
 
 from __future__ import annotations
@@ -57,17 +57,28 @@ def numbered(place: str, batches: Iterator[tuple[np.ndarray, ...]]) -> Iterator[
 
 
 class Pair(NamedTuple):
-    """A file of keys and the file of their rows; `part` of `parts` that a table has."""
+    """A file of keys and the file of their rows; `part` of `parts` that a table has.
+
+    `typed`: whoever wrote it knows no other types.
+    """
 
     keys: Path
     values: Path
     part: int
     parts: int
+    typed: bool = True
 
     def rows(self, dim: int | None) -> Iterator[RowsPart]:
-        """The rows of the pair. SnapshotError, before anything is read, where the sizes of the files do not fit."""
+        """The rows of the pair. SnapshotError, before anything is read, where the sizes of the files do not fit, or `dim`
+        is wanted."""
         if not self.values.is_file():
             raise SnapshotError(f"is missing: it holds the rows of {self.keys.name}", file=str(self.values))
+        if dim is None and not self.typed:
+            raise SnapshotError(
+                "does not say the types of its keys and numbers: say how many numbers a vector has (--dim, dim=), so "
+                "that other types than int64 and float32 are noticed",
+                file=str(self.keys),
+            )
         try:
             keys, rows = raw_pair(self.keys, self.values, dim)
         except Malformed as error:
@@ -105,7 +116,7 @@ def _pair(file: Path) -> tuple[str, Pair] | None:
         values = file.with_name(file.name.removesuffix("-keys") + "-values")
         shards, ranks = int(match["shards"] or 1), int(match["ranks"] or 1)
         shard = max(0, int(match["shard"] or 1) - 1)
-        return match["table"], Pair(file, values, int(match["rank"] or 0) * shards + shard, shards * ranks)
+        return match["table"], Pair(file, values, int(match["rank"] or 0) * shards + shard, shards * ranks, False)
     return None
 
 

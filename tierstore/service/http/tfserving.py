@@ -41,7 +41,10 @@ from tierstore.service.reactor.predict_lessons import RestLesson
 
 
 class PredictMessage:
-    """A predict request over HTTP, as a `Message`. `version`: as its path says; `teaches`: whether reactors should learn from it."""
+    """A predict request over HTTP, as a `Message`.
+
+    `version`: as its path says; `teaches`: whether reactors should learn from it.
+    """
 
     __slots__ = (
         "_body",
