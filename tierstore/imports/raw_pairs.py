@@ -69,8 +69,10 @@ class Pair(NamedTuple):
     typed: bool = True
 
     def rows(self, dim: int | None) -> Iterator[RowsPart]:
-        """The rows of the pair. SnapshotError, before anything is read, where the sizes of the files do not fit, or `dim`
-        is wanted."""
+        """The rows of the pair. SnapshotError, before anything is read, where the sizes of the files do not fit.
+
+        So it is where `dim` has to be said.
+        """
         if not self.values.is_file():
             raise SnapshotError(f"is missing: it holds the rows of {self.keys.name}", file=str(self.values))
         if dim is None and not self.typed:
