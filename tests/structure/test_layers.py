@@ -59,6 +59,7 @@ FLOORS = {
     "service": 5,
     "client": 6,
     "triton": 6,
+    "feast": 6,
     "bench": 6,
     "cli": 6,
     "demo": 6,
@@ -79,6 +80,7 @@ SIDEWAYS = {
     ("formats", "kernels"),
     ("wire", "kernels"),
     ("triton", "client"),
+    ("feast", "client"),
     ("cli", "triton"),
     ("cli", "client"),
     ("cli", "demo"),
@@ -252,6 +254,7 @@ DOORS: dict[str, set[str]] = {
     "rich": {"cli", "demo"},
     "torch": {"torch", "imports.torch_tensors"},
     "onnxscript": {"torch"},
+    "feast": {"feast"},
     "httpx": set(),  # tests and benchmarks ask with it; the client has a transport of its own
     "grpc": {"service.rpc"},
     "google": {"service.rpc", "kafka.row_formats"},
@@ -400,7 +403,7 @@ def test_each_driver_has_one_door() -> None:
 
 def test_no_module_is_dead() -> None:
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
-    entries = {"__main__", "__init__", "torch", "onnx", "triton"} | {
+    entries = {"__main__", "__init__", "torch", "onnx", "triton", "feast"} | {
         target.split(":")[0].removeprefix(PACKAGE + ".") for target in scripts.values()
     }
     reached: set[str] = set()
