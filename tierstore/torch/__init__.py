@@ -23,6 +23,7 @@ from __future__ import annotations
 from tierstore.torch.export import export_dense, write_snapshot
 from tierstore.torch.hashing import HashKeys
 from tierstore.torch.modules import Embedding, EmbeddingBag, EmbeddingBagCollection, PooledRows, swap_embeddings
+from tierstore.torch.sharded import Published, ShardedPublisher
 from tierstore.torch.touched import Behind, TouchedRows, write_delta
 
 __all__ = [
@@ -32,6 +33,8 @@ __all__ = [
     "EmbeddingBagCollection",
     "HashKeys",
     "PooledRows",
+    "Published",
+    "ShardedPublisher",
     "TouchedRows",
     "export_dense",
     "swap_embeddings",
