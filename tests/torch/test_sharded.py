@@ -7,15 +7,21 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("torchrec", reason="TorchRec is not installed: make trainers")
 
+import torch
+from torchrec.modules.mc_modules import LFU_EvictionPolicy, MCHManagedCollisionModule
+
 import tierstore
 from tests.cli.conftest import SMALL
 from tests.redis_cluster import free_ports
+from tierstore.errors import InvalidInput
 from tierstore.service.server import ServerThread
+from tierstore.torch import ShardedPublisher
 
 pytestmark = pytest.mark.thorough
 ROOT = Path(__file__).parents[2]
@@ -62,6 +68,28 @@ def test_a_job_that_died_goes_on_from_its_checkpoint_and_the_service_has_its_row
     codes, said = run(url, tmp_path, 8)
     assert codes == [0, 0], said
     assert not list((tmp_path / "journal").glob("*.arrow")), "nothing is unsent"
+
+
+class Tracked(torch.nn.Module):
+    """What is asked of a model before its ranks are."""
+
+    def __init__(self, tracker: object, **parts: torch.nn.Module) -> None:
+        super().__init__()
+        self.get_delta_tracker = lambda: tracker
+        for name, part in parts.items():
+            self.add_module(name, part)
+
+
+def test_a_model_without_a_tracker_or_whose_rows_are_slots_is_refused(tmp_path: Path) -> None:
+    for model in (torch.nn.Linear(1, 1), Tracked(None)):
+        with pytest.raises(InvalidInput, match=r"model.init_torchrec_delta_tracker\(DeltaTrackerConfig\(\)\) first"):
+            ShardedPublisher(model, "ctr", None, journal=tmp_path / "journal")
+    options: dict[str, Any] = {"zch_size": 8, "device": torch.device("cpu"), "eviction_interval": 1}
+    options["eviction_policy"] = LFU_EvictionPolicy()
+    with pytest.raises(InvalidInput, match="table 'item' has managed collisions"):
+        ShardedPublisher(
+            Tracked(object(), item=MCHManagedCollisionModule(**options)), "ctr", None, journal=tmp_path / "journal"
+        )
 
 
 def test_rows_of_a_publish_that_failed_are_in_the_next(tmp_path: Path, url: str) -> None:

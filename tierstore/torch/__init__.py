@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from tierstore.torch.export import export_dense, write_snapshot
 from tierstore.torch.hashing import HashKeys
+from tierstore.torch.incremental import add_incremental_dump
 from tierstore.torch.modules import Embedding, EmbeddingBag, EmbeddingBagCollection, PooledRows, swap_embeddings
 from tierstore.torch.sharded import Published, ShardedPublisher
 from tierstore.torch.touched import Behind, TouchedRows, write_delta
@@ -36,6 +37,7 @@ __all__ = [
     "Published",
     "ShardedPublisher",
     "TouchedRows",
+    "add_incremental_dump",
     "export_dense",
     "swap_embeddings",
     "write_delta",

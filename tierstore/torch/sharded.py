@@ -23,7 +23,7 @@ from tierstore.errors import Conflict, DeltaError, InvalidInput, NotFound, Seque
 from tierstore.formats import files
 from tierstore.formats.delta.writer import DeltaWriter
 from tierstore.formats.times import Moment
-from tierstore.torch.tables import BATCH_ROWS
+from tierstore.torch.tables import BATCH_ROWS, managed_collisions_of
 from tierstore.types import check_name
 
 RowIds = npt.NDArray[np.int64]
@@ -88,10 +88,6 @@ class ShardedPublisher:
         group: Any = None,
         consumer: str | None = None,
     ) -> None:
-        self._model, self._name, self._target = model, check_name("model", name), target
-        self._group, self._consumer = group, consumer
-        self._rank = dist.get_rank(group)
-        self._root = 0 if group is None else dist.get_global_rank(group, 0)
         find = getattr(model, "get_delta_tracker", None)
         self._tracker = find() if find is not None else None
         if self._tracker is None:
@@ -99,6 +95,15 @@ class ShardedPublisher:
                 f"expected a DistributedModelParallel with a delta tracker, got a {type(model).__name__} without one: "
                 "call model.init_torchrec_delta_tracker(DeltaTrackerConfig()) first"
             )
+        if found := managed_collisions_of(model):
+            raise InvalidInput(
+                f"table {found[0][0]!r} has managed collisions: its rows are slots, which pass from one id to another. "
+                "Import it by raw id, as docs/migrate-torchrec.md has it, and write its deltas with DeltaWriter"
+            )
+        self._model, self._name, self._target = model, check_name("model", name), target
+        self._group, self._consumer = group, consumer
+        self._rank = dist.get_rank(group)
+        self._root = 0 if group is None else dist.get_global_rank(group, 0)
         self._paths = _paths_of(self._tracker.fqn_to_feature_names())
         self._pending: dict[str, RowIds] = {}  # touched and not acknowledged; on rank 0 also of others, from before
         self._journal = _Journal(Path(journal)) if self._rank == 0 else None
