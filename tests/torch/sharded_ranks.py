@@ -5,6 +5,7 @@ Arguments: rank, port of the rendezvous, URL of the service, directory, steps, a
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
@@ -44,6 +45,7 @@ from tierstore.torch import ShardedPublisher
 BATCH, DIM, EVERY = 6, 8, 3
 BAGS = {"users": 100, "goods": 101, "wide": 30, "small": 12}
 WORDS = 40
+FAILS = (2, 3, 5, 6)
 
 
 class Net(torch.nn.Module):
@@ -131,6 +133,12 @@ class Faulty:
             raise Unreachable("the service is away")
         if self.fault == "rank0-dies-before" and self.step == 5:
             os.kill(os.getpid(), signal.SIGKILL)
+        if self.fault == "unreachable" and self.step == 6:  # another writer has been faster
+            sink = io.BytesIO()
+            last = self._client.status("ctr")["models"]["ctr"]["log"]["last"]
+            with tierstore.DeltaWriter(sink, model="ctr", seq=int(last or 0) + 1) as delta:
+                delta.delete("users", np.array([1 << 40]))
+            self._client.apply_delta(sink.getvalue())
         result = self._client.apply_delta(content, **options)
         if self.fault == "unreachable" and self.step == 5:
             raise Unreachable("its answer is lost")
@@ -190,7 +198,7 @@ def main() -> None:
         if fault == "rank1-dies" and rank == 1 and step == 5:
             os.kill(os.getpid(), signal.SIGKILL)
         loss.backward()
-        if fault == "unreachable" and step in (2, 3, 5):  # it is raised on every rank
+        if fault == "unreachable" and step in FAILS:  # it is raised on every rank
             with pytest.raises(TierstoreError):
                 publisher.publish()
         else:

@@ -106,10 +106,10 @@ class ShardedPublisher:
         self._root = 0 if group is None else dist.get_global_rank(group, 0)
         self._paths = _paths_of(self._tracker.fqn_to_feature_names())
         self._pending: dict[str, RowIds] = {}  # touched and not acknowledged; on rank 0 also of others, from before
-        self._journal = _Journal(Path(journal)) if self._rank == 0 else None
+        self._journal: _Journal | None = None
         self._unsent: tuple[int, bytes] | None = None  # of which nobody knows whether the service has it
-        self._seq: int | None = self._together(self._begin)[0]  # the newest of the log; None: not asked yet
         self._shards: dict[str, _Table] = {}
+        self._seq: int | None = self._together(partial(self._begin, journal))[0]  # of the log; None: not asked yet
 
     @property
     def seq(self) -> int:
@@ -162,11 +162,8 @@ class ShardedPublisher:
         The next delta has the rows that were touched and not acknowledged at the time of the checkpoint, and those
         that were sent since then: the service has them as they were trained after the checkpoint.
         """
-        rows = {name: of.numpy() for name, of in state["rows"].items()}
         self._together(self._touched)  # what the tracker has seen is of no training that counts
-        self._pending = {}
-        if self._journal is not None:
-            self._pending = _merged(rows, self._journal.rows_since(int(state["seq"])))
+        self._pending = self._together(partial(self._resumed, state), own=True)
 
     def saved(self, state: Mapping[str, Any]) -> None:
         """The checkpoint with this state is durable, and earlier ones are not used any more: forget what those need."""
@@ -175,16 +172,24 @@ class ShardedPublisher:
 
     # --- rank 0
 
-    def _begin(self) -> int | None:
+    def _begin(self, journal: str | Path) -> int | None:
         """Read the journal: without a state every row that it names counts as touched. Returns the newest seq."""
-        if self._journal is None:
+        if self._rank:
             return None
+        self._journal = _Journal(Path(journal))
         self._pending = self._journal.rows_since(0)
         self._unsent = self._journal.unsent()
         try:
             return self._newest()
         except TierstoreError:  # training may begin before the service does, or the model has its first snapshot
             return None
+
+    def _resumed(self, state: Mapping[str, Any]) -> dict[str, RowIds]:
+        """The rows that the next delta has after a restart."""
+        if self._journal is None:
+            return {}
+        rows = {name: of.numpy() for name, of in state["rows"].items()}
+        return _merged(rows, self._journal.rows_since(int(state["seq"])))
 
     def _newest(self) -> int:
         """The newest delta in the model's log."""
@@ -241,9 +246,8 @@ class ShardedPublisher:
             if isinstance(error, (Conflict, SequenceGap)):  # another writer; the next call goes on after it
                 self._seq = self._newest()
                 raise Conflict(
-                    f"delta {seq} of {self._name!r} was not applied, as the log is at {self._seq} already and has "
-                    f"another delta there ({error}): does another trainer publish this model? The next call takes seq "
-                    f"{self._seq + 1}, and has the rows of this one"
+                    f"delta {seq} of {self._name!r} was not applied ({error}): does another trainer publish this "
+                    f"model? Its log is at {self._seq}; the next call takes the seq after, and has the rows of this one"
                 ) from error
             raise
         self._unsent = None
@@ -254,19 +258,18 @@ class ShardedPublisher:
 
     def _touched(self) -> dict[str, RowIds]:
         """Numbers of the rows, over all ranks, that this one knows to be touched and not acknowledged."""
+        self._shards = self._tables()  # what may fail comes before the tracker forgets what it tells
+        firsts = {name: {shard.row for shard in table.shards} or {0} for name, table in self._shards.items()}
+        if several := [name for name, rows in firsts.items() if len(rows) > 1]:
+            raise InvalidInput(f"table {several[0]!r}: expected one range of rows on a rank, got several")
         store = self._tracker.store
         # Tables that were quiet since the last call have empty lists, which the tracker fails to join.
         store.per_fqn_lookups = {path: of for path, of in store.per_fqn_lookups.items() if of}
         found = self._tracker.get_unique(self._consumer)
-        self._shards = self._tables()
-        names = {path: name for name, path in self._paths.items()}
         rows = {}
-        for name, unique in ((names[path], of) for path, of in found.items()):
-            numbers = unique.ids.detach().cpu().numpy().astype(np.int64)
-            firsts = {shard.row for shard in self._shards[name].shards} or {0}
-            if len(firsts) > 1:
-                raise InvalidInput(f"table {name!r}: expected one range of rows on a rank, got {sorted(firsts)}")
-            rows[name] = numbers + firsts.pop()  # the tracker counts from the first row of the shard
+        for name in (name for name, path in self._paths.items() if path in found):
+            numbers = found[self._paths[name]].ids.detach().cpu().numpy().astype(np.int64)
+            rows[name] = numbers + min(firsts[name])  # the tracker counts from the first row of the shard
         self._pending = _merged(self._pending, rows)
         return self._pending
 
