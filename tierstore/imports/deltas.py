@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import BytesIO
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -122,18 +123,11 @@ def rows_delta(
             if place.kind is not RowsKind.COLUMNS:
                 raise DeltaError(f"{place.path}: expected Parquet, Arrow or ORC, got {place.kind.value}")
         moment = max(place.path.stat().st_mtime for place in places) if event_time is None and places else event_time
-        writer = DeltaWriter(_Nowhere(), model=model, seq=seq, event_time=moment, base_version=base_version)
+        writer = DeltaWriter(BytesIO(), model=model, seq=seq, event_time=moment, base_version=base_version)
         rows = _Rows(writer, table, tables, columns, max_bytes)
         for place in places:
             rows.add(place)
         return writer.to_bytes()
-
-
-class _Nowhere:
-    """The target of a writer whose bytes are taken."""
-
-    def write(self, _: bytes) -> None:
-        raise AssertionError("the delta is taken by to_bytes")
 
 
 @contextmanager
@@ -172,8 +166,8 @@ class _Rows:
                 self._table = self._only_table(schema)
             chosen = self._chosen(schema, deleted, folders)
             self._refuse_large(place.path, chosen)
-            first = 0
-            for batch in batches([*chosen.to_read, *(one for one in (table, deleted) if one in schema.names)]):
+            wanted, first = {*chosen.to_read, table, deleted}, 0
+            for batch in batches([one for one in schema.names if one in wanted]):
                 try:
                     self._add_batch(batch, chosen, table, deleted, folders)
                 except UnfitRow as error:

@@ -29,6 +29,7 @@ from tierstore.types import check_name
 RowIds = npt.NDArray[np.int64]
 _ROWS_FILE = re.compile(r"([0-9]{1,19})\.rows\.npz")
 _DELTA_FILE = re.compile(r"([0-9]{1,19})\.arrow")
+_TABLE = "table."  # before names of arrays, as some are names of NumPy's own parameters
 _REFUSED = (Conflict, DeltaError, SequenceGap, TooLarge)  # a delta that the service will never have
 
 
@@ -89,7 +90,7 @@ class ShardedPublisher:
         consumer: str | None = None,
     ) -> None:
         find = getattr(model, "get_delta_tracker", None)
-        self._tracker = find() if find is not None else None
+        self._tracker: Any = find() if find is not None else None
         if self._tracker is None:
             raise InvalidInput(
                 f"expected a DistributedModelParallel with a delta tracker, got a {type(model).__name__} without one: "
@@ -357,7 +358,8 @@ class _Journal:
     def note(self, seq: int, rows: Mapping[str, RowIds], content: bytes) -> None:
         """Durable before the delta is sent. The rows first: of a delta that is there they are known."""
         sink = io.BytesIO()
-        np.savez(sink, **dict(rows))
+        arrays: dict[str, Any] = {f"{_TABLE}{name}": of for name, of in rows.items()}
+        np.savez(sink, **arrays)
         files.publish_bytes(self._directory / f"{seq}.rows.npz", sink.getvalue())
         files.publish_bytes(self._directory / f"{seq}.arrow", content)
 
@@ -379,7 +381,7 @@ class _Journal:
         for number in self._named(_ROWS_FILE):
             if number > seq:
                 with np.load(self._directory / f"{number}.rows.npz") as archive:
-                    rows = _merged(rows, {name: archive[name] for name in archive.files})
+                    rows = _merged(rows, {name.removeprefix(_TABLE): archive[name] for name in archive.files})
         return rows
 
     def forget(self, seq: int) -> None:
@@ -407,16 +409,17 @@ def _paths_of(paths: Iterable[str]) -> dict[str, str]:
 def _table_of(name: str, weight: Any, rank: int) -> _Table:
     """What this rank has of a table: of a ShardedTensor, a DTensor, or of one that every rank has whole."""
     rows, dim = weight.shape
+    parts: list[tuple[Any, Any]]  # offsets and numbers
     if hasattr(weight, "local_shards"):
-        shards = [_Shard(*each.metadata.shard_offsets, each.tensor) for each in weight.local_shards()]
+        parts = [(each.metadata.shard_offsets, each.tensor) for each in weight.local_shards()]
     elif hasattr(weight, "to_local"):
         local = weight.to_local()
         if not hasattr(local, "local_offsets"):
             raise InvalidInput(f"table {name!r}: expected shards with their offsets, got a {type(local).__name__}")
-        shards = [_Shard(*offset, of) for offset, of in zip(local.local_offsets(), local.local_shards(), strict=True)]
+        parts = list(zip(local.local_offsets(), local.local_shards(), strict=True))
     else:
-        shards = [_Shard(0, 0, weight)] if rank == 0 else []
-    return _Table(rows, dim, shards)
+        parts = [((0, 0), weight)] if rank == 0 else []
+    return _Table(rows, dim, [_Shard(int(offsets[0]), int(offsets[1]), of) for offsets, of in parts])
 
 
 def _united(parts: Iterable[RowIds]) -> RowIds:
