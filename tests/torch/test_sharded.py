@@ -23,7 +23,7 @@ from tierstore.errors import InvalidInput
 from tierstore.service.server import ServerThread
 from tierstore.torch import ShardedPublisher
 
-pytestmark = pytest.mark.thorough
+pytestmark = [pytest.mark.thorough, pytest.mark.timeout(900)]  # every rank imports TorchRec, four times a test
 ROOT = Path(__file__).parents[2]
 
 

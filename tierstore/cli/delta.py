@@ -80,7 +80,7 @@ def delta(
     if of_rows and model is None:
         raise typer.BadParameter(f"expected --model, the model of the rows in {next(iter(of_rows))}")
     columns = RowsColumns(key, vector, table_column, deleted, zeros_delete, integers)
-    make = partial(rows_delta, model=model, table=table, columns=columns, event_time=event_time)
+    make = partial(rows_delta, model=str(model), table=table, columns=columns, event_time=event_time)
     results: list[DeltaResult] = []
     try:
         with open_target(data, url) as target:
