@@ -87,6 +87,8 @@ NOT_RUN = {  # the beginning of a line, or of a program → why
     "for name, (codes, scale, bias)": "needs FBGEMM; tests/torch/test_fbgemm.py does the same",
     "from torch import nn": "needs PyTorch; test_docs.py runs it where that is",
     "import torch\n": "needs PyTorch; test_docs.py runs it where that is",
+    "from torchrec.distributed": "needs ranks; tests/torch/test_sharded.py starts two that do this",
+    "from dynamicemb": "needs a GPU; tests/torch/test_incremental.py gives what it returns",
     "write_snapshot(": "needs TorchRec; test_docs.py runs it where that is",
 }  # fmt: skip
 PAGES = ["README.md", *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").rglob("*.md")))]
@@ -258,7 +260,7 @@ class Scene:
                 words[words.index(plain[1])] = json.loads(Path("data/tokens.json").read_text())["tokens"][0]["id"]
             case "delta":
                 for name in plain:
-                    self.delta(Path(name))
+                    self.delta(Path(name)) if name.endswith(".arrow") else self.rows(Path(name), rest)
             case "load" | "build":
                 self.snapshot(plain[0])
         if verb in ("build", "export", "triton-model", "import", "import-hps"):
@@ -336,7 +338,9 @@ class Scene:
                 if seq is not None:
                     applied(int(seq) + 1)
             case "delta":
-                applied(int(Path(plain[0]).stem) - 1)
+                seqs = _value(rest, "--seq") or [Path(plain[0]).stem]
+                if seqs[0].isdecimal():  # else it takes the next
+                    applied(int(seqs[0]) - 1)
         if _value(rest, "--version") == ["canary"]:
             active(20261119)
             have(20261121)
@@ -359,6 +363,18 @@ class Scene:
             seq = int(where.stem)
             with tierstore.DeltaWriter(where, model="ctr", seq=seq) as writer:
                 writer.upsert("item", [17], np.full((1, 32), seq % 100, np.float32))
+
+    def rows(self, where: Path, rest: list[str]) -> None:
+        """Write the file of rows that a line names, or one into its directory."""
+        columns = {
+            "".join(_value(rest, "--key")) or "key": [17],
+            "".join(_value(rest, "--vector")) or "vector": [[1.0] * 32],
+        }
+        columns |= {name: ["item"] for name in _value(rest, "--table-column")}
+        if not where.suffix:
+            where.mkdir(exist_ok=True)
+            where = where / "rank-0.parquet"
+        pd.DataFrame(columns).to_parquet(where)
 
     def local(self, folder: Path) -> Path:
         """A data directory with the snapshot of the day before."""
@@ -437,7 +453,7 @@ def _value(rest: list[str], *options: str) -> list[str]:
     return [rest[i + 1] for i, word in enumerate(rest) if word in options]
 
 
-FLAGS = ("--no-activate", "--json", "--all", "--remove", "--scores", "--built", "--force", "--")
+FLAGS = ("--no-activate", "--json", "--all", "--remove", "--scores", "--built", "--force", "--zeros-delete", "--")
 WITH_STATE = (
     "activate", "backup", "canary", "delta", "drop", "explain", "export", "hot", "label", "load", "lookup", "promote", "rollback",
     "status", "triton-model", "verify", "withdraw", "audit",

@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     )
     from tierstore.formats.delta.writer import DeltaWriter
     from tierstore.formats.snapshot.writer import SnapshotWriter, TableWriter
+    from tierstore.imports.deltas import RowsColumns, rows_delta
     from tierstore.imports.hashes import hash_like, row_numbers
     from tierstore.imports.tables import Feature, TableSource, import_table, import_tables
     from tierstore.ingest.build import build_snapshot
@@ -100,6 +101,7 @@ __all__ = [
     "RemoteModel",
     "RemoteUnavailable",
     "RolloutFailed",
+    "RowsColumns",
     "RunLimit",
     "SequenceGap",
     "SnapshotError",
@@ -123,6 +125,7 @@ __all__ = [
     "restore",
     "rollout",
     "row_numbers",
+    "rows_delta",
 ]
 _HOMES = {
     "AsyncClient": ("tierstore.client", "AsyncClient"),
@@ -135,6 +138,8 @@ _HOMES = {
     "begin_build": ("tierstore.ingest.partitioned", "begin_build"),
     "PartitionedBuild": ("tierstore.ingest.partitioned", "PartitionedBuild"),
     "build_snapshot": ("tierstore.ingest.build", "build_snapshot"),
+    "RowsColumns": ("tierstore.imports.deltas", "RowsColumns"),
+    "rows_delta": ("tierstore.imports.deltas", "rows_delta"),
     "hash_like": ("tierstore.imports.hashes", "hash_like"),
     "row_numbers": ("tierstore.imports.hashes", "row_numbers"),
     "import_table": ("tierstore.imports.tables", "import_table"),

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -15,6 +15,7 @@ from tierstore.cli.audit import audit
 from tierstore.cli.backup import backup, restore
 from tierstore.cli.bench import bench
 from tierstore.cli.caches import hot
+from tierstore.cli.delta import delta
 from tierstore.cli.explain import explain
 from tierstore.cli.export import build, export
 from tierstore.cli.fleet import compare_nodes, rollout
@@ -53,9 +54,6 @@ from tierstore.cli.tokens import token
 from tierstore.cli.triton import triton_model
 from tierstore.cli.versions import activate, canary, drop, label, promote, rollback, withdraw
 from tierstore.sizes import size_text
-
-if TYPE_CHECKING:
-    from tierstore.types import DeltaResult
 
 
 def _print_version(wanted: bool) -> None:
@@ -105,41 +103,6 @@ def load(
     seconds, state = time.monotonic() - started_s, "kept" if no_activate else "active"
     document = {"version": version, "active": not no_activate, "seconds": round(seconds, 3)}
     say(json, document, f"version {version} is loaded and {state} ({seconds:.1f} s)")
-
-
-def delta(
-    files: Annotated[
-        list[Path],
-        argument("FILE", "Deltas (Arrow IPC), in the order of their seq.", exists=True, dir_okay=False, readable=True),
-    ],
-    data: Data = None,
-    url: Url = None,
-    json: AsJson = False,
-) -> None:
-    """Apply deltas.
-
-    One after the other, up to the first that is refused. One that the log has already changes nothing.
-    """
-    from tierstore.cli import show
-
-    results = []
-    try:
-        with open_target(data, url) as target:
-            for file in files:
-                result = target.apply_delta(file)
-                results.append(result)
-                if not json:
-                    typer.echo(f"{result.model} delta {result.seq} {_what_became_of(result)}")
-    finally:
-        if json:
-            documents = [asdict(result) for result in results]
-            show.as_json([{name: of for name, of in one.items() if of is not None} for one in documents])
-
-
-def _what_became_of(result: DeltaResult) -> str:
-    if result.send_as is not None:
-        return f"was undone by a rollback, and stays so; to have it applied, send it as delta {result.send_as}"
-    return "is applied" if result.applied else "was there already"
 
 
 def lookup(

@@ -90,7 +90,7 @@ _DECIMAL = re.compile(r"0|[1-9][0-9]{0,18}")
 _LINE = re.compile(r"([1-9][0-9]{0,18})(?:\.([1-9][0-9]{0,18}))?")
 _LOG_ENTRY = re.compile(r"([0-9]{20})-([0-9a-f]{16})\.arrow")
 _DENSE = re.compile(rf"dense(?:-(?P<seq>[0-9]{{1,19}}|loaded))?(?:\.(?P<head>{NAME.pattern}))?\.onnx")
-_DELTA_FILE = re.compile(r"([0-9]{1,20})\.arrow")
+_DELTA_FILE = re.compile(r"([0-9]{1,20})\.(?:arrow|parquet|feather|ipc)")
 
 
 def is_scratch(name: str) -> bool:

@@ -97,12 +97,24 @@ def choose_columns(
     if time is not None and time not in columns:
         raise InvalidInput(f"expected one column {time!r} for times; {listed}")
     if key not in columns:
-        raise InvalidInput(f"expected one column {key!r} for keys; {listed}; name it with --key (key=)")
+        raise InvalidInput(_no_key(key, schema, folders))
     own = _key_type(key, columns[key].kind)
     names = _vectors(columns, vector, listed, dim)
     _refuse_integers(names, columns, integers)
     chosen = Chosen(key, names, key_type or own, time, folders=folders)
     return replace(chosen, steps={name: columns[name].steps for name in chosen.names})
+
+
+def choose_key(schema: pa.Schema, key: str, folders: Mapping[str, pa.Scalar]) -> Chosen:
+    """The column of keys alone, of rows that have no vectors. Raises InvalidInput."""
+    columns = _columns_in(schema, folders)
+    if key not in columns:
+        raise InvalidInput(_no_key(key, schema, folders))
+    return Chosen(key, (), _key_type(key, columns[key].kind), None, {key: columns[key].steps}, folders)
+
+
+def _no_key(key: str, schema: pa.Schema, folders: Mapping[str, pa.Scalar]) -> str:
+    return f"expected one column {key!r} for keys; {_listed(schema, folders)}; name it with --key (key=)"
 
 
 def _moment(name: str, value: pa.Scalar) -> pa.Scalar:

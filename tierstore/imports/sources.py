@@ -6,7 +6,7 @@ Files are read batch by batch: memory is bounded by a few batches, and for Parqu
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -54,6 +54,7 @@ from tierstore.imports.torch_tensors import read_distributed, read_saved
 from tierstore.types import KeyType
 
 _BATCH_ROWS = 1 << 15
+_IPC_FILE_MAGIC = b"ARROW1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +118,7 @@ def blocks(source: Any, wanted: Wanted) -> Iterator[Block]:
         for place in places_of(paths):
             yield from _opened(place, wanted)
         return
-    with _errors_naming("the table"):
+    with naming_rows("the table"):
         if isinstance(source, Mapping):
             yield from _of_columns(source, wanted)
             return
@@ -182,7 +183,7 @@ _WHAT_TO_DO = {  # by what Arrow says
 
 
 @contextmanager
-def _errors_naming(file: str) -> Iterator[None]:
+def naming_rows(file: str) -> Iterator[None]:
     """Turns every error into a SnapshotError that names the file, and the row if it is one row's fault."""
     try:
         with naming(file):
@@ -205,7 +206,7 @@ def _opened(place: RowsPlace, wanted: Wanted) -> Iterator[Block]:
     """The blocks of a place. What names and headers show is checked at once, rows when they are read."""
     file = str(place.path)
     if place.kind is RowsKind.COLUMNS:
-        with _errors_naming(file):
+        with naming_rows(file):
             return _named(file, _of_file(place, wanted))
     if wanted.time is not None:
         raise SnapshotError(
@@ -224,7 +225,7 @@ def _opened(place: RowsPlace, wanted: Wanted) -> Iterator[Block]:
             has_default=wanted.has_default,
         )
         return _of_parts(file, parts, wanted)
-    with _errors_naming(file):
+    with naming_rows(file):
         read = {RowsKind.PAIRS: read_pairs, RowsKind.HUGECTR: read_hugectr, RowsKind.TEXT: read_text}[place.kind]
         return _of_parts(file, read(place.path, wanted.dim), wanted)
 
@@ -233,27 +234,27 @@ def _tensors(files: Sequence[Path]) -> list[NamedTensors]:
     """The tensors of files; arrays of one folder are together, and so are shards."""
     found = put_together([_tensors_of(file) for file in files if file.suffix.lower() != NPY])
     for folder in npy_folders(files):
-        with _errors_naming(str(folder[0])):
+        with naming_rows(str(folder[0])):
             found.append(read_npy_files(folder))
     return found
 
 
 def _named(file: str, blocks_of: Iterator[Block]) -> Iterator[Block]:
-    with _errors_naming(file):
+    with naming_rows(file):
         yield from blocks_of
 
 
 def _tensors_of(file: Path) -> NamedTensors:
     ending = file.suffix.lower()
     if ending in (SAFETENSORS, NPZ):
-        with _errors_naming(str(file)):
+        with naming_rows(str(file)):
             return read_safetensors_file(file) if ending == SAFETENSORS else read_npz_file(file)
     return read_distributed(file) if file.is_dir() else read_saved(file)
 
 
 def _of_parts(file: str, parts: Iterator[RowsPart], wanted: Wanted) -> Iterator[Block]:
     """Blocks of rows that are arrays."""
-    with _errors_naming(file):
+    with naming_rows(file):
         for part in parts:
             keys, key_type = part.keys, wanted.key_type or guessed_key_type(part.keys)
             if isinstance(keys, pa.Array) or guessed_key_type(keys) is not key_type:
@@ -282,6 +283,29 @@ def _of_file(place: RowsPlace, wanted: Wanted) -> Iterator[Block]:
 def _scanned(data: ds.Dataset, chosen: Chosen) -> Iterator[pa.RecordBatch]:
     """The batches of a file; Arrow begins to read ahead when the first is asked for."""
     yield from data.to_batches(columns=chosen.to_read, batch_size=_BATCH_ROWS, batch_readahead=2)
+
+
+@contextmanager
+def open_columns(file: Path) -> Iterator[tuple[pa.Schema, Callable[[Sequence[str]], Iterator[pa.RecordBatch]]]]:
+    """The schema of a file of columns, and what reads batches of some columns; of Arrow also its streams."""
+    if FORMATS[file.suffix.lower()] != "ipc" or _begins_with(file, _IPC_FILE_MAGIC):
+        data = _dataset(file)
+        yield data.schema, lambda names: data.to_batches(columns=list(names), batch_size=_BATCH_ROWS, batch_readahead=2)
+        return
+    with pa.memory_map(str(file)) as source, pa.ipc.open_stream(source) as stream:
+        yield stream.schema, lambda names: _sliced(stream, names)
+
+
+def _sliced(stream: pa.RecordBatchReader, names: Sequence[str]) -> Iterator[pa.RecordBatch]:
+    for batch in stream:
+        batch.validate(full=True)
+        for first in range(0, len(batch), _BATCH_ROWS):
+            yield batch.select(names).slice(first, _BATCH_ROWS)
+
+
+def _begins_with(file: Path, magic: bytes) -> bool:
+    with file.open("rb") as opened:
+        return opened.read(len(magic)) == magic
 
 
 def _dataset(file: Path) -> ds.Dataset:

@@ -22,7 +22,9 @@ from __future__ import annotations
 
 from tierstore.torch.export import export_dense, write_snapshot
 from tierstore.torch.hashing import HashKeys
+from tierstore.torch.incremental import add_incremental_dump
 from tierstore.torch.modules import Embedding, EmbeddingBag, EmbeddingBagCollection, PooledRows, swap_embeddings
+from tierstore.torch.sharded import Published, ShardedPublisher
 from tierstore.torch.touched import Behind, TouchedRows, write_delta
 
 __all__ = [
@@ -32,7 +34,10 @@ __all__ = [
     "EmbeddingBagCollection",
     "HashKeys",
     "PooledRows",
+    "Published",
+    "ShardedPublisher",
     "TouchedRows",
+    "add_incremental_dump",
     "export_dense",
     "swap_embeddings",
     "write_delta",

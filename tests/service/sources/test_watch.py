@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from tests.service.conftest import eventually, settings_for
@@ -190,3 +192,47 @@ def test_files_that_wait_are_applied_together_and_a_bad_one_holds_up_those_after
     watched.expect(111, 11.0)
     eventually(lambda: watched.watcher.applied == 8, "each is counted")
     assert watched.watcher.status()["held_up"] == {}
+
+
+def parquet(name: str, items: dict[int, float | None], **columns: Any) -> bytes:
+    """A file of rows that sets items, or deletes those without a value."""
+    lists = [None if value is None else rows("item", [value])[0].tolist() for value in items.values()]
+    table = pa.table({"key": pa.array(list(items)), "vector": pa.array(lists, pa.list_(pa.float32())), **columns})
+    sink = pa.BufferOutputStream()
+    if name.endswith(".parquet"):
+        pq.write_table(table, sink)
+    else:
+        with pa.ipc.new_file(sink, table.schema) as writer:
+            writer.write_table(table)
+    return bytes(sink.getvalue().to_pybytes())
+
+
+def test_files_of_rows_are_deltas_among_others(watched: Watched) -> None:
+    watched.put("8.parquet", parquet("8.parquet", {1: 80.0, 2: None}, table=["item", "item"]))
+    watched.held_up("4 is next")
+    watched.put("4.parquet", parquet("4.parquet", {1: 40.0, 3: 43.0}, table=["item", "item"]))
+    watched.put("5.arrow", delta(5, {1: 50.0}))
+    watched.put("6.arrow", delta(6, {2: 60.0}))
+    watched.put("7.arrow", parquet("7.arrow", {2: 70.0}, table=["item"]))
+    watched.expect(1, 80.0)
+    watched.expect(3, 43.0)
+    eventually(lambda: watched.watcher.applied == 5, "all are counted")
+    assert not watched.store.model("ctr").lookup("item_id", [2], return_found=True)[1][0]
+    watched.watcher.close()
+    watched.watcher = watched.watch()
+    watched.put("9.parquet", parquet("9.parquet", {1: 90.0}, table=["item"]))
+    watched.expect(1, 90.0)
+    assert watched.watcher.applied == 1, "the others are not applied again"
+
+
+def test_a_file_of_rows_without_its_table_or_too_large_holds_the_model_up(watched: Watched) -> None:
+    watched.put("4.parquet", parquet("4.parquet", {1: 40.0}))
+    watched.held_up("4.parquet", "expected the table of these rows", "column 'table'", "write this file again")
+    large = dict.fromkeys(range(70000), 0.0)
+    watched.put("4.parquet", parquet("4.parquet", large, table=["item"] * len(large)))
+    watched.held_up("4.parquet", str(1 << 20), "split")
+    watched.put("4.parquet", parquet("4.parquet", {1: 40.0}, table=["item"]))
+    watched.expect(1, 40.0)
+    watched.store.load_snapshot(write_small(watched.root, "one", "item"))
+    watched.put("1.parquet", parquet("1.parquet", {1: 10.0}), model="one")  # its only table
+    eventually(lambda: watched.store.status("one")["models"]["one"]["watermark"] == 1, "the only table to be taken")

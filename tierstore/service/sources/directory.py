@@ -1,4 +1,5 @@
-"""Deltas from a directory: `<dir>/<model>/<seq>.arrow`, written under another name and renamed, applied in order.
+"""Deltas from a directory: `<dir>/<model>/<seq>.arrow`, written under another name and renamed, applied in order; or
+files of rows, such as `<seq>.parquet`, which are made into deltas.
 
 One thread, which the service starts and ends. Files stay where they are; after a restart those that the store has
 already are skipped by their seq. A file that cannot be applied blocks its model, is reported, and is tried again when
@@ -20,6 +21,7 @@ from prometheus_client.core import Metric
 from tierstore.engine.events.changes import REQUESTER
 from tierstore.errors import NotFound, NotReady, Overloaded, SequenceGap, TierstoreError, TooLarge
 from tierstore.formats.names import parse_delta_file
+from tierstore.imports.deltas import holds_rows, rows_delta
 from tierstore.service.error_status import log_failure
 from tierstore.service.families import counter
 from tierstore.threads import Thread
@@ -158,6 +160,8 @@ class Watcher:
             left -= size
             if left < 0 or size > self._max_delta or (feed.done is not None and seq != feed.done + len(run) + 1):
                 break
+            if holds_rows(path):  # which `_apply` makes a delta of
+                break
             run.append((seq, path, None))
         if len(run) < 2 or feed.failed is not None:
             return 0
@@ -182,7 +186,8 @@ class Watcher:
         try:
             if stat.st_size > self._max_delta:
                 raise TooLarge(f"{path} has {stat.st_size} bytes, {self._max_delta} are allowed (max_delta)")
-            result = self._store.apply_delta(path, model=model, seq=seq)
+            source = self._of_rows(model, seq, path) if holds_rows(path) else path
+            result = self._store.apply_delta(source, model=model, seq=seq)
         except SequenceGap as gap:
             if gap.expected_seq > seq:
                 feed.done = seq  # older than the log: the snapshot that began it has this delta
@@ -197,6 +202,12 @@ class Watcher:
         feed.done, feed.error, feed.failed, feed.pause_s = seq, None, None, 0.0
         self.applied += result.applied
         return True
+
+    def _of_rows(self, model: str, seq: int, path: Path) -> bytes:
+        """The delta that a file of rows makes."""
+        tables = self._store.status(model)["models"][model]["tables"]
+        types = {name: table["key"] for name, table in tables.items()}
+        return rows_delta(path, model=model, seq=seq, tables=types or None, max_bytes=self._max_delta)
 
     def _fail(self, path: Path, feed: _Feed, identity: tuple[Any, ...], error: TierstoreError) -> None:
         early = isinstance(error, (NotFound, NotReady, Overloaded, SequenceGap))

@@ -13,7 +13,6 @@ from tierstore.formats.objects import is_url
 from tierstore.kafka.client import read_options
 from tierstore.kafka.reader import check_kafka_options
 from tierstore.service.context import ChangeSource, Service
-from tierstore.service.sources.directory import Watcher
 from tierstore.service.sources.kafka import KafkaSource
 from tierstore.service.sources.kafka_routes import check_row_topics
 from tierstore.service.sources.kafka_rows import KafkaRows
@@ -53,6 +52,8 @@ def start_sources(service: Service, settings: Settings) -> dict[str, ChangeSourc
     """Start each configured source. Returns them by their names in the status."""
     sources: dict[str, ChangeSource] = {}
     if settings.watch is not None:
+        from tierstore.service.sources.directory import Watcher  # with readers of files of rows, which take memory
+
         sources["watch"] = Watcher(service.store, settings.watch, max_delta=settings.max_delta)
     if settings.kafka_topic is not None:
         sources["kafka"] = KafkaSource(service.store, settings, service.traces)
