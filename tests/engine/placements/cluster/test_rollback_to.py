@@ -185,8 +185,10 @@ def test_a_rollback_waits_for_a_node_that_knows_all_versions(
     known = [1]
 
     def roll(self: ingester.Ingester, *words: Any) -> None:
-        roll_back(self, *words)
-        tried.set()
+        try:
+            roll_back(self, *words)
+        finally:
+            tried.set()
 
     monkeypatch.setattr(ingester.Ingester, "_roll_back", roll)
     monkeypatch.setattr(catalogue, "infos", lambda: [info for info in infos() if info.number in known])

@@ -226,8 +226,10 @@ class Ingester:
     def _roll_back(self, pointer: Pointer, epoch: int) -> None:
         ready = {number for number, record in self._shared.versions().items() if record["state"] == READY}
         infos = [info for info in self._model.catalogue.infos() if info.base == "remote" and info.number in ready]
-        if (ready | {pointer.current}) - {None} - {info.number for info in infos}:
-            return  # this node has not heard of them yet, and each version is rolled back with the others
+        if missing := (ready | {pointer.current}) - {None} - {info.number for info in infos}:
+            raise StorageError(  # all are rolled back together: what is left out would keep undone deltas
+                f"the rollback of {self._model.name!r} waits until this node has version {min(missing)} too"
+            )
         self._undo.roll_back(pointer, infos, epoch, self._keep_lease)
         for number in list(self._writers):
             self._close_writer(number)  # their lines are not those that count any more
