@@ -226,7 +226,8 @@ class Ingester:
     def _roll_back(self, pointer: Pointer, epoch: int) -> None:
         ready = {number for number, record in self._shared.versions().items() if record["state"] == READY}
         infos = [info for info in self._model.catalogue.infos() if info.base == "remote" and info.number in ready]
-        if missing := (ready | {pointer.current}) - {None} - {info.number for info in infos}:
+        wanted = ready if pointer.current is None else ready | {pointer.current}
+        if missing := wanted - {info.number for info in infos}:
             raise StorageError(  # all are rolled back together: what is left out would keep undone deltas
                 f"the rollback of {self._model.name!r} waits until this node has version {min(missing)} too"
             )
