@@ -244,7 +244,7 @@ def test_what_a_load_writes_after_its_end_changes_nothing(loaded: Loaded) -> Non
     other.begin()
     assert sum(other.counts("t")) == 0
     assert first.states() == [None] * len(tags)
-    first.drop(pause_s=0)
+    other.drop(pause_s=0)
     with pytest.raises(Conflict, match="not being loaded by this load any more"):
         other.write_rows("t", loaded.keys, loaded.rows)
 

@@ -43,7 +43,7 @@ def call_if(
     slot: int,
     key: bytes,
     field: bytes,
-    expected: bytes,
+    expected: bytes | None,
     packed: Sequence[Packed],
     *,
     timeout_s: float,
@@ -64,6 +64,8 @@ def call_if(
                     return None, value
                 replies = _send(connection, [command(b"MULTI"), *packed, command(b"EXEC")], asking=False)[-1]
                 if replies is not None:
+                    if failed := [one for one in replies if isinstance(one, redis.ResponseError)]:
+                        raise failed[0]  # the driver raises only an error of EXEC itself
                     return replies, value
         except (redis.exceptions.AskError, redis.exceptions.TryAgainError) as error:
             raise _Migrating from error

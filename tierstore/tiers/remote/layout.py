@@ -2,7 +2,7 @@
 
     ts:{<tag>}:<model>:<version>           hash: seq, applying, epoch, chunk, digest (the watermark of this tag), load
     ts:{<tag>}:<model>:<version>.<line>    the same after that many rollbacks to a delta; the one before says `applying` REPLACED
-    ts:{<tag>}:<model>:<version>::before   hash: seq of a delta → the rows that it replaced, for a rollback
+    ts:{<tag>}:<model>:<version>::before   hash: seq of a delta → the rows that it replaced, for a rollback; "<seq> of" → the delta's digest
     ts:{<tag>}:<model>:<version>:<table>   hash: code (8 bytes, little-endian) → row as stored
 
 A *tag* is a hash tag of Redis: keys with the same tag are in the same slot, so one server has them and one command or script may touch all of them. A
@@ -27,7 +27,9 @@ EPOCH = b"epoch"  # of the newest writer; a writer with a lower epoch is refused
 CHUNK = b"chunk"  # how many chunks of the delta `applying` are there
 DIGEST = b"digest"  # seq and digest of the delta `applying`: another delta with this seq is refused
 WAS = b"was"  # what `applying` was before it said REPLACED
-LOAD = b"load"  # the load that may write rows; empty once it has ended
+TO = b"to"  # the delta to which a line that says REPLACED is rolled back
+UNDONE = b"undone"  # the newest delta when the rollback ended that has begun this line
+LOAD = b"load"  # the load that may write rows; "-" and its name once it has ended (earlier releases: empty)
 
 
 def slot_of(tag: bytes) -> int:
@@ -41,8 +43,13 @@ def watermark_key(tag: bytes, model: str, version: int, line: int = 0) -> bytes:
 
 
 def before_key(tag: bytes, model: str, version: int) -> bytes:
-    """A hash: seq of a delta → the rows that it replaced under this tag."""
+    """A hash: seq of a delta → the rows that it replaced under this tag, and its digest (`before_digest`)."""
     return watermark_key(tag, model, version) + b"::before"
+
+
+def before_digest(seq: int) -> bytes:
+    """The field beside that of the rows that a delta replaced."""
+    return b"%d of" % seq
 
 
 def rows_key(tag: bytes, model: str, version: int, table: str) -> bytes:

@@ -33,7 +33,10 @@ from tierstore.tiers.remote.layout import (
     EPOCH,
     LOAD,
     SEQ,
+    TO,
+    UNDONE,
     WAS,
+    before_digest,
     before_key,
     rows_key,
     slot_of,
@@ -70,6 +73,19 @@ class TagState(NamedTuple):
     digest: str = ""  # of the delta `applying`; empty if it is unknown
 
 
+class Reached(NamedTuple):
+    """What the tags of a line have, for a rollback.
+
+    `newest`: the newest delta of which there are rows; `lowest`: the newest one that all tags have whole, None if tags are gone. `undone`: the newest
+    delta when a rollback of all tags had ended, None if none has. `begun`: the deltas to which tags are rolled back.
+    """
+
+    newest: int
+    lowest: int | None
+    undone: int | None
+    begun: frozenset[int]
+
+
 class Writer:
     """Writes rows and watermarks of one version to the cluster. `row_bytes` is of each table, `line` that of the watermarks.
 
@@ -86,6 +102,7 @@ class Writer:
         self._row_bytes, self._tags = dict(row_bytes), list(tags)
         self._slots, self.line = [slot_of(tag) for tag in tags], line
         self._load, self._is_on = load.encode(), is_on
+        self._ended = b"-" + self._load if load else b""
         self._timeout_s, self._wait_replicas = timeout_s, wait_replicas
         self._script_bytes = cluster.engine.script_bytes
         self._threads = Pool(min(_THREADS, len(tags)), "tierstore-remote-write")
@@ -101,15 +118,24 @@ class Writer:
 
     # ---- a load
 
-    def begin(self) -> None:
-        """Let this load write rows from now on, and no other one; remove the rows that are there."""
+    def begin(self, check: Callable[[], None] = lambda: None, *, remove_only: bool = False) -> None:
+        """Remove the rows that are there, and let this load write from now on, and no other one; not if `remove_only`.
+
+        A tag that has begun this load is left alone: another node may have written to it since. `check` raises if the load is over its beginning.
+        """
 
         def begin(tag: int) -> None:
             key = self._watermark_key(tag)
-            self._call(tag, [command(b"UNLINK", key, self._before_key(tag)), command(b"HSET", key, LOAD, self._load)])
+            gone = [key, self._before_key(tag), *(self._rows_key(tag, table) for table in self._row_bytes)]
+            packed = [command(b"UNLINK", one) for one in gone]
+            if not remove_only:
+                packed.append(command(b"HSET", key, LOAD, self._load))
+            while (held := self._load_of(tag)) != self._load:
+                check()
+                if self._if_load(tag, held, packed)[0] is not None:
+                    return
 
         self._on_tags(begin)
-        self._remove_rows(0.0, None)
 
     def write_rows(self, table: str, codes: Keys, rows: Rows) -> None:
         """Write `rows` uint8 [n, row_bytes] of `codes` int64 [n] to the cluster, over existing rows.
@@ -129,7 +155,7 @@ class Writer:
 
     def finish(self, *, seq: int, epoch: int = 0) -> None:
         """Mark the load as complete, with every delta up to `seq`: from now on the version can be read."""
-        fields = (SEQ, b"%d" % seq, APPLYING, b"%d" % seq, EPOCH, b"%d" % epoch, CHUNK, b"0", LOAD, b"")
+        fields = (SEQ, b"%d" % seq, APPLYING, b"%d" % seq, EPOCH, b"%d" % epoch, CHUNK, b"0", LOAD, self._ended)
         self._on_tags(lambda tag: self._write(tag, [command(b"HSET", self._watermark_key(tag), *fields)], ended=True))
 
     def _write(self, tag: int, packed: list[Packed], *, ended: bool = False) -> None:
@@ -139,18 +165,25 @@ class Writer:
             return
         key = self._watermark_key(tag)
         while True:
-            replies, load = call_if(
-                self._cluster, self._slots[tag], key, LOAD, self._load, packed, timeout_s=self._timeout_s
-            )
-            if replies is not None or (ended and load == b""):
+            replies, load = self._if_load(tag, self._load, packed)
+            if replies is not None or (ended and load in (self._ended, b"")):  # b"": by a node of an earlier release
                 return
             if load is not None or not self._is_on():
                 raise Conflict(
                     f"version {self.version} of {self._model!r} is not being loaded by this load any more: another node has "
                     "ended it, or dropped the version"
                 )
-            # a server has lost it; a load that has ended leaves it empty, and another one puts its own there
+            # a server has lost it; a load that has ended leaves its mark, and another one puts its own there
             self._call(tag, [command(b"HSETNX", key, LOAD, self._load)])
+
+    def _load_of(self, tag: int) -> bytes | None:
+        held: bytes | None = self._call(tag, [command(b"HGET", self._watermark_key(tag), LOAD)])[0]
+        return held
+
+    def _if_load(self, tag: int, load: bytes | None, packed: Sequence[Packed]) -> tuple[list[Any] | None, bytes | None]:
+        """Send commands if a tag is of this load; see `call_if`."""
+        key, slot = self._watermark_key(tag), self._slots[tag]
+        return call_if(self._cluster, slot, key, LOAD, load, packed, timeout_s=self._timeout_s)
 
     @_reading
     def counts(self, table: str) -> list[int]:
@@ -285,54 +318,82 @@ class Writer:
 
     # ---- rollbacks
 
-    def keep_before(self, epoch: int, seq: int, changes: Sequence[Change]) -> None:
-        """Keep the rows that a delta will replace, before the first of them is changed; what was kept is left alone. Fenced."""
+    def keep_before(self, epoch: int, seq: int, changes: Sequence[Change], digest: str = "") -> None:
+        """Keep the rows that a delta will replace, before the first of them is changed. Fenced.
+
+        What was kept is left alone once rows of the delta may be there; before that it may be of another delta of this seq, which the cluster has lost.
+        While a rollback fills a line it is left alone if it is of a delta with the same digest.
+        """
         grouped = [(change.table, change.codes, *self._grouped(change.codes)) for change in changes]
 
         def keep(tag: int) -> None:
-            key, field = self._before_key(tag), b"%d" % seq
-            parts = [(table, codes[order[starts[tag] : starts[tag + 1]]]) for table, codes, order, starts in grouped]
-            if self._call(tag, [command(b"HEXISTS", key, field)])[0]:
+            key, named = self._before_key(tag), digest.encode()
+            asked = [command(b"HGET", self._watermark_key(tag), APPLYING), command(b"HGET", key, before_digest(seq))]
+            applying, of = self._call(tag, asked)
+            if of == named if applying is None else int(applying) >= seq:
                 return
+            parts = [(table, codes[order[starts[tag] : starts[tag + 1]]]) for table, codes, order, starts in grouped]
             pieces = [(table, codes, *self._rows_of_tag(tag, table, codes)) for table, codes in parts if len(codes)]
-            self._guarded(tag, epoch, [command(b"HSETNX", key, field, _packed_rows(pieces))])
+            self._guarded(
+                tag, epoch, [command(b"HSET", key, b"%d" % seq, _packed_rows(pieces), before_digest(seq), named)]
+            )
 
         self._on_tags(keep)
 
+    @_reading
     def lack_before(self, seqs: Sequence[int]) -> list[int]:
-        """The deltas, out of these, whose replaced rows are not kept under every tag."""
+        """The deltas, out of these, of which there are rows under a tag that has not kept what they replaced."""
         if not seqs:
             return []
-        fields = [b"%d" % seq for seq in seqs]
-        found = self._on_tags(
-            lambda tag: [self._call(tag, [command(b"HSTRLEN", self._before_key(tag), field) for field in fields])]
+
+        def lack(tag: int) -> set[int]:
+            newest = self._newest(tag)
+            sizes = [command(b"HSTRLEN", self._before_key(tag), b"%d" % seq) for seq in seqs]
+            return {seq for seq, size in zip(seqs, self._call(tag, sizes), strict=True) if seq <= newest and not size}
+
+        found = set().union(*self._on_tags(lack))
+        return [seq for seq in seqs if seq in found]
+
+    @_reading
+    def forget_before(self, upto: int) -> None:
+        """Deltas up to `upto` are not rolled back any more."""
+
+        def forget(tag: int) -> None:
+            key = self._before_key(tag)
+            fields = self._call(tag, [command(b"HKEYS", key)])[0]
+            if old := [field for field in fields if int(field.split(b" ")[0]) <= upto]:
+                self._call(tag, [command(b"HDEL", key, *old)])
+
+        self._on_tags(forget)
+
+    @_reading
+    def _newest(self, tag: int) -> int:
+        """The newest delta of which this line has rows under a tag, also after it was replaced."""
+        applying, was = (
+            int(field or 0)
+            for field in self._call(tag, [command(b"HMGET", self._watermark_key(tag), APPLYING, WAS)])[0]
         )
-        return [seq for at, seq in enumerate(seqs) if not all(lengths[at] for (lengths,) in found)]
+        return was if applying == REPLACED else applying
 
-    def forget_before(self, seqs: Sequence[int]) -> None:
-        """Deltas that are not rolled back any more."""
-        if seqs:
-            fields = [b"%d" % seq for seq in seqs]
-            self._on_tags(lambda tag: self._call(tag, [command(b"HDEL", self._before_key(tag), *fields)]))
+    @_reading
+    def reached(self) -> Reached:
+        """What the tags have, also after this line was replaced."""
 
-    def reached(self) -> tuple[int, int | None]:
-        """The newest delta of which this line has rows, and the seq that all tags have where it was replaced since."""
-
-        def read(tag: int) -> tuple[int, int | None]:
+        def read(tag: int) -> tuple[int, bytes | None, bytes | None, bytes | None]:
             later = watermark_key(self._tags[tag], self._model, self.version, self.line + 1)
-            fields, next_ = self._call(
-                tag, [command(b"HMGET", self._watermark_key(tag), APPLYING, WAS), command(b"HGET", later, SEQ)]
-            )
-            applying, was = (int(field or 0) for field in fields)
-            return (was if applying == REPLACED else applying), None if next_ is None else int(next_)
+            asked = [command(b"HMGET", self._watermark_key(tag), SEQ, TO), command(b"HMGET", later, UNDONE, SEQ)]
+            (seq, to), (undone, later_seq) = self._call(tag, asked)
+            return self._newest(tag), seq, to, later_seq if undone is None else undone  # earlier releases have none
 
-        states = self._on_tags(read)
-        ends = [end for _, end in states]
-        return max(newest for newest, _ in states), None if None in ends else min(
-            end for end in ends if end is not None
+        newest, seqs, tos, ends = zip(*self._on_tags(read), strict=True)
+        return Reached(
+            max(newest),
+            None if None in seqs else min(map(int, seqs)),
+            None if None in ends else min(map(int, ends)),
+            frozenset(int(to) for to in tos if to is not None),
         )
 
-    def replace_line(self, epoch: int) -> Writer:
+    def replace_line(self, epoch: int, to: int) -> Writer:
         """Refuse reads of this line from now on. Returns the writer of the next one, which can be read after `end_line`. Fenced."""
         later = Writer(
             self._cluster, self._model, self.version, self._row_bytes, self._tags, line=self.line + 1,
@@ -344,7 +405,7 @@ class Writer:
             key = self._watermark_key(tag)
             applying = int(self._call(tag, [command(b"HGET", key, APPLYING)])[0] or 0)
             if applying != REPLACED:
-                words = (WAS, b"%d" % applying, APPLYING, b"%d" % REPLACED)
+                words = (WAS, b"%d" % applying, TO, b"%d" % to, APPLYING, b"%d" % REPLACED)
                 self._guarded(tag, epoch, [command(b"HSET", key, *words)])
             later._take(tag, epoch)
 
@@ -352,9 +413,14 @@ class Writer:
         return later
 
     def put_before(self, epoch: int, seq: int) -> None:
-        """Put back the rows that a delta has replaced. Fenced; Corruption if they are not kept."""
+        """Put back the rows that a delta has replaced under the tags that have rows of it. For the line that was replaced.
+
+        Fenced; Corruption if they are not kept.
+        """
 
         def put(tag: int) -> None:
+            if self._newest(tag) < seq:
+                return
             kept = self._call(tag, [command(b"HGET", self._before_key(tag), b"%d" % seq)])[0]
             if kept is None:
                 raise Corruption(f"{self._model}, version {self.version}: the rows that delta {seq} replaced are gone")
@@ -376,7 +442,8 @@ class Writer:
 
     def end_line(self, epoch: int, seq: int, digest: str) -> None:
         """The rows are those of this line, with every delta up to `seq`: from now on it can be read. Fenced."""
-        words = (SEQ, b"%d" % seq, APPLYING, b"%d" % seq, CHUNK, b"0", DIGEST, b"%d %s" % (seq, digest.encode()))
+        value = b"%d" % seq
+        words = (SEQ, value, APPLYING, value, UNDONE, value, CHUNK, b"0", DIGEST, b"%s %s" % (value, digest.encode()))
         self._on_tags(lambda tag: self._guarded(tag, epoch, [command(b"HSET", self._watermark_key(tag), *words)]))
 
     def _set_rows(self, tag: int, epoch: int, change: Change) -> None:
@@ -430,23 +497,33 @@ class Writer:
         """Remove the version: first its watermarks, so that nobody reads half of it, then its rows, one hash at a time.
 
         The server frees a hash in the background (UNLINK); `pause_s` between two hashes keeps that from piling up. `check` is called between them and
-        may raise. May be called again.
+        may raise. May be called again. Conflict, and nothing more is removed, if another load has begun under this number.
         """
 
         def remove(tag: int) -> None:
             lines = [watermark_key(self._tags[tag], self._model, self.version, line) for line in range(self.line + 1)]
-            self._call(tag, [command(b"UNLINK", *lines, self._before_key(tag))])
+            gone = [command(b"UNLINK", key) for key in (*lines, self._before_key(tag))]
+            of_it = (None, b"", self._load, self._ended)  # b"": of an earlier release
+            while (held := self._load_of(tag)) in of_it or not self._load:
+                if self._if_load(tag, held, gone)[0] is not None:
+                    return
+            raise self._is_anew()
 
         self._on_tags(remove)
-        self._remove_rows(pause_s, check)
-
-    def _remove_rows(self, pause_s: float, check: Callable[[], None] | None) -> None:
         for table in self._row_bytes:
             for tag in range(len(self._tags)):
                 if check is not None:
                     check()
-                if self._call(tag, [command(b"UNLINK", self._rows_key(tag, table))])[0]:
+                replies, _ = self._if_load(tag, None, [command(b"UNLINK", self._rows_key(tag, table))])
+                if replies is None:
+                    raise self._is_anew()
+                if replies[0]:
                     time.sleep(pause_s)
+
+    def _is_anew(self) -> Conflict:
+        return Conflict(
+            f"version {self.version} of {self._model!r} is not removed: another load has begun under this number"
+        )
 
     # ---- shared helpers
 

@@ -213,6 +213,29 @@ def test_a_record_that_is_cut_off_is_written_by_the_next_try(connected: Cluster,
                 break
 
 
+def test_files_are_removed_by_the_next_try_and_not_those_of_another_record(connected: Cluster, cuts: Cuts) -> None:
+    record, other = {"state": "dropping"}, {"state": "loading"}
+    for calls in itertools.count():
+        shared = begun(connected)
+        shared.record(1, None, record)
+        for what in ("files", "load", "heads"):
+            connected.call("HSET", f"{shared._base}{what}:1", "a", "b")
+        connected.call("HSET", shared._current, "mark:1", 3)
+        assert not shared.remove_files(1, other)
+        assert connected.call("EXISTS", *(f"{shared._base}{what}:1" for what in ("files", "load", "heads"))) == 3
+        assert shared.pointer().marks == {1: 3}
+        cuts.after(calls, scripts.REMOVE_FILES)
+        try:
+            shared.remove_files(1, record)
+        except StorageError:
+            assert cuts.happened
+        assert shared.remove_files(1, record)
+        assert connected.call("EXISTS", *(f"{shared._base}{what}:1" for what in ("files", "load", "heads"))) == 0
+        assert shared.pointer().marks == {}
+        if not cuts.happened:
+            break
+
+
 def test_a_lease_that_is_cut_off_goes_to_somebody_with_a_higher_epoch(connected: Cluster, cuts: Cuts) -> None:
     for calls, above in itertools.product(range(9), (0, 7)):
         shared = begun(connected)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +15,7 @@ import tierstore
 from tests.engine import scenes
 from tests.engine.placements.cluster.scenes import OpenNode, check, has_version, member
 from tierstore.engine.placements.cluster import ingester
+from tierstore.engine.placements.cluster.shared_model import MODELS, model_names
 from tierstore.engine.placements.cluster.undo import Undo
 from tierstore.engine.store import Store
 from tierstore.errors import Conflict
@@ -63,6 +65,143 @@ def served(store: Store, number: int = 1) -> None:
 def follows(store: Store, like: Store) -> None:
     ranges = like.status()["models"]["ctr"]["undone"]
     scenes.eventually(lambda: store.status()["models"]["ctr"]["undone"] == ranges, "it is rolled back too", 60)
+
+
+def ten_deltas(open_node: OpenNode, tmp_path: Path) -> tuple[Store, Expected]:
+    store, expected = open_node("a"), Expected()
+    store.load_snapshot(scenes.write_snapshot(tmp_path))
+    for seq in range(1, 11):
+        store.apply_delta(expected.delta(seq, range(seq * 30, seq * 30 + 40)))
+    folded(store)
+    return store, expected
+
+
+def other_one_is_refused_and_the_lost_one_is_done(store: Store, expected: Expected) -> None:
+    with pytest.raises(Conflict, match="a rollback to delta 5 has begun; send that one again first"):
+        store.rollback("ctr", to_seq=8)
+    store.rollback("ctr", to_seq=5)
+    expected.rolled_back(5)
+    expected.check(store)
+    store.rollback("ctr", to_seq=8)
+    expected.rolled_back(8)
+    expected.check(store)
+
+
+def test_after_a_rollback_that_the_cluster_has_lost_midway_no_other_one_is_done(
+    open_node: OpenNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, expected = ten_deltas(open_node, tmp_path)
+    shared, put_before, lost = member(store).shared, Writer.put_before, threading.Event()
+
+    def put(self: Writer, epoch: int, seq: int) -> None:
+        if seq == 6 and not lost.is_set():  # 10, 9, 8 and 7 are put back
+            shared._cluster.call("HSET", shared._current, "rollback", "")
+            shared._cluster.call("HINCRBY", shared._current, "generation", 1)
+            lost.set()
+            raise tierstore.errors.StorageError("a server is gone")
+        put_before(self, epoch, seq)
+
+    monkeypatch.setattr(Writer, "put_before", put)
+    with contextlib.suppress(tierstore.TierstoreError):
+        store.rollback("ctr", to_seq=5)
+    assert lost.wait(60)
+    stopped = "was being rolled back to a delta, and the cluster has lost to which"
+    scenes.eventually(lambda: stopped in (member(store).ingester.problem or ""), "it is noticed", 60)
+    other_one_is_refused_and_the_lost_one_is_done(store, expected)
+
+
+def test_after_a_rollback_whose_end_the_cluster_has_lost_no_other_one_is_done(
+    open_node: OpenNode, tmp_path: Path
+) -> None:
+    store, expected = ten_deltas(open_node, tmp_path)
+    store.rollback("ctr", to_seq=5)
+    shared = member(store).shared
+    shared._cluster.call("HDEL", shared._current, "undone")
+    other_one_is_refused_and_the_lost_one_is_done(store, expected)
+
+
+@pytest.mark.parametrize("to", [1, 4])
+def test_a_rollback_goes_on_when_a_server_has_lost_what_deltas_replaced(
+    open_node: OpenNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: int
+) -> None:
+    """One tag falls back to before some deltas, within the rollback, when other tags are not to be read any more."""
+    store, expected = open_node("a"), Expected()
+    store.load_snapshot(scenes.write_snapshot(tmp_path))
+    shared = member(store).shared
+    call, tag = shared._cluster.call, shared.versions()[1]["tags"][2]
+    keys = [f"ts:{{{tag}}}:ctr:1{of}" for of in ("", "::before", ":item", ":user")]
+    for seq in range(1, 3):
+        store.apply_delta(expected.delta(seq, range(seq * 10, seq * 10 + 300)))
+    folded(store)
+    then = {key: call("DUMP", key) for key in keys}
+    for seq in range(3, 6):
+        store.apply_delta(expected.delta(seq, range(seq * 10, seq * 10 + 300), range(900, 950)))
+    folded(store)
+    put_before, fallen = Writer.put_before, threading.Event()
+
+    def put(self: Writer, epoch: int, seq: int) -> None:
+        if not fallen.is_set():
+            for key, packed in then.items():
+                call("RESTORE", key, 0, packed, "REPLACE")
+            call("DEL", f"ts:{{{tag}}}:ctr:1.1")
+            fallen.set()
+            raise tierstore.errors.StorageError("a server is gone")
+        put_before(self, epoch, seq)
+
+    monkeypatch.setattr(Writer, "put_before", put)
+    assert store.rollback("ctr", to_seq=to) == 1
+    assert fallen.is_set()
+    expected.rolled_back(to)
+    expected.check(store)
+    store.apply_delta(expected.delta(6, range(700)))
+    folded(store)
+    expected.check(store)
+
+
+def test_a_rollback_of_a_version_that_has_lost_tags_is_refused(open_node: OpenNode, tmp_path: Path) -> None:
+    store, expected = open_node("a"), Expected()
+    store.load_snapshot(scenes.write_snapshot(tmp_path))
+    for seq in (1, 2):
+        store.apply_delta(expected.delta(seq, range(seq * 30)))
+    folded(store)
+    shared = member(store).shared
+    tag = shared.versions()[1]["tags"][3]
+    shared._cluster.call("DEL", f"ts:{{{tag}}}:ctr:1", f"ts:{{{tag}}}:ctr:1:item", f"ts:{{{tag}}}:ctr:1:user")
+    with pytest.raises(Conflict, match="some of its tags are gone from the cluster"):
+        store.rollback("ctr", to_seq=1)
+
+
+def test_a_rollback_waits_for_a_node_that_knows_all_versions(
+    open_node: OpenNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, expected = open_node("a", keep_versions=2), Expected()
+    for version in (2, 1):
+        store.load_snapshot(scenes.write_snapshot(tmp_path, version))
+    for seq in (1, 2):
+        store.apply_delta(expected.delta(seq, range(seq * 30)))
+    folded(store)
+    catalogue, tried = store.model("ctr").catalogue, threading.Event()
+    infos, roll_back = catalogue.infos, ingester.Ingester._roll_back
+    known = [1]
+
+    def roll(self: ingester.Ingester, *words: Any) -> None:
+        try:
+            roll_back(self, *words)
+        finally:
+            tried.set()
+
+    monkeypatch.setattr(ingester.Ingester, "_roll_back", roll)
+    monkeypatch.setattr(catalogue, "infos", lambda: [info for info in infos() if info.number in known])
+    with ThreadPoolExecutor(1) as threads:
+        rollback = threads.submit(store.rollback, "ctr", to_seq=1)
+        assert tried.wait(60)
+        assert member(store).shared.pointer().rollback == 1
+        known.append(2)
+        assert rollback.result(60) == 1
+    expected.rolled_back(1)
+    expected.check(store)
+    store.activate("ctr", 2)
+    expected.check(store)
 
 
 @pytest.mark.parametrize("in_rows", [True, False])
@@ -240,6 +379,18 @@ def test_a_dense_part_that_a_delta_brought_goes_with_it(open_node: OpenNode, tmp
     a.close()
     b.close()
     assert score(open_node("c")) == before
+
+
+def test_a_deactivated_model_that_is_lost_from_the_list_is_kept(open_node: OpenNode, tmp_path: Path) -> None:
+    store = open_node()
+    store.load_snapshot(scenes.write_snapshot(tmp_path))
+    store.deactivate("ctr")
+    commands = store.placement.cluster  # type: ignore[attr-defined]
+    scenes.eventually(lambda: member(store).follower.pointer.deactivated, "it is known here", 60)
+    commands.call("SREM", MODELS, "ctr")
+    scenes.eventually(lambda: model_names(commands) == ["ctr"], "it is on the list again", 60)
+    store.activate("ctr", 1)
+    check(store, "user", range(500), 0)
 
 
 def test_a_model_is_deactivated_on_every_node_and_activated_again(open_node: OpenNode, tmp_path: Path) -> None:

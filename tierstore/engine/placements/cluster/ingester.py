@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tierstore.config import Settings
@@ -27,7 +27,7 @@ from tierstore.engine.lifecycle.rules import is_to_serve, surplus_of
 from tierstore.engine.model import Model
 from tierstore.engine.placements.cluster.shared_load import SharedLoad
 from tierstore.engine.placements.cluster.shared_model import SharedModel
-from tierstore.engine.placements.cluster.target import LOADING, READY, Writers
+from tierstore.engine.placements.cluster.target import DROPPING, LOADING, READY, Writers
 from tierstore.engine.placements.cluster.undo import Undo, changes_of
 from tierstore.engine.placements.following.followed import LogEntry, Pointer
 from tierstore.engine.versions.info import VersionInfo
@@ -39,7 +39,6 @@ from tierstore.tiers.remote.write import Writer
 
 log = logging.getLogger(__name__)
 
-DROPPING = "dropping"
 PAUSE_S, LONGEST_PAUSE_S = 0.02, 0.1  # between two turns of the node with the lease: after work, and in quiet
 CLEAN_EVERY_S = 5.0
 STALLED_S = 10.0  # a node whose seq does not move for so long is not waited for
@@ -225,11 +224,13 @@ class Ingester:
             raise LeaseLost("the lease is another node's")
 
     def _roll_back(self, pointer: Pointer, epoch: int) -> None:
-        infos = [
-            info for info in self._model.catalogue.infos() if info.base == "remote" and self._is_there(info.number)
-        ]
-        if pointer.current is not None and pointer.current not in {info.number for info in infos}:
-            return  # its record is not here yet
+        ready = {number for number, record in self._shared.versions().items() if record["state"] == READY}
+        infos = [info for info in self._model.catalogue.infos() if info.base == "remote" and info.number in ready]
+        wanted = ready if pointer.current is None else ready | {pointer.current}
+        if missing := wanted - {info.number for info in infos}:
+            raise StorageError(  # all are rolled back together: what is left out would keep undone deltas
+                f"the rollback of {self._model.name!r} waits until this node has version {min(missing)} too"
+            )
         self._undo.roll_back(pointer, infos, epoch, self._keep_lease)
         for number in list(self._writers):
             self._close_writer(number)  # their lines are not those that count any more
@@ -270,7 +271,7 @@ class Ingester:
 
     def _apply(self, writer: Writer, info: VersionInfo, entry: LogEntry, epoch: int) -> None:
         overlay = self._encode(info, entry)
-        self._undo.keep(writer, info, overlay, epoch)
+        self._undo.keep(writer, info, overlay, epoch, entry.digest)
         for name, head in overlay.heads.items():
             self._shared.put_file(info.number, dense_file(name), head.graph or GONE)
         writer.apply_delta(epoch, entry.seq, changes_of(overlay), entry.digest)
@@ -326,11 +327,12 @@ class Ingester:
             self._close_writer(number)
             with self._writer_of(number, record) as writer:
                 writer.drop(check=self._keep_lease)
-            self._shared.remove_files(number)
-            self._shared.record(number, record, None)
+            if self._shared.remove_files(number, record):
+                self._shared.record(number, record, None)
 
     def _writer_of(self, number: int, record: Mapping[str, Any]) -> Writer:
-        return self._open_writer(self._model.name, number, record["tables"], [tag.encode() for tag in record["tags"]])
+        tags, load = [tag.encode() for tag in record["tags"]], record.get("token", "")
+        return self._open_writer(self._model.name, number, record["tables"], tags, load=load)
 
     def _trim(self, records: Mapping[int, dict[str, Any]], pointer: Pointer, epoch: int) -> None:
         """Cut off the log's entries that every version has, also versions that are being loaded, once they are old
@@ -353,13 +355,12 @@ class Ingester:
         ages = ((entry.seq, entry.ms / 1000) for entry in entries)
         upto = may_go(ages, held, loading, entries[0].seq - 1, self._settings.log_kept_s)
         if upto is not None:
-            self._forget_before(entries, upto)
+            self._forget_before(upto)
             number, reached = next(iter(self._reached.items()))
             self._shared.progress(epoch, number, reached, upto + 1)
 
-    def _forget_before(self, entries: Sequence[LogEntry], upto: int) -> None:
+    def _forget_before(self, upto: int) -> None:
         """What deltas have replaced is kept as long as they are in the log."""
-        seqs = [entry.seq for entry in entries if entry.seq <= upto]
         for number, writer in self._writers.items():
-            writer.forget_before(seqs)
+            writer.forget_before(upto)
             self._shared.forget_heads(number, upto)

@@ -26,7 +26,7 @@ from tierstore.engine.lifecycle.rules import (
 )
 from tierstore.engine.model import Model
 from tierstore.engine.placement import ModelPlacement, Refusals
-from tierstore.engine.placements.cluster.ingester import DROPPING, Ingester
+from tierstore.engine.placements.cluster.ingester import Ingester
 from tierstore.engine.placements.cluster.shared_load import SharedLoad
 from tierstore.engine.placements.cluster.shared_model import (
     Commands,
@@ -36,7 +36,7 @@ from tierstore.engine.placements.cluster.shared_model import (
     order_text,
     owed_text,
 )
-from tierstore.engine.placements.cluster.target import READY, ClusterTarget, Writers
+from tierstore.engine.placements.cluster.target import DROPPING, READY, ClusterTarget, Writers
 from tierstore.engine.placements.following.followed import Forked, Pointer
 from tierstore.engine.placements.following.follower import Follower, remote_rows_of
 from tierstore.engine.serving.order import DEACTIVATED, REPLACED, ROLLBACK, WITHDRAWN, ServingOrder

@@ -115,11 +115,12 @@ class ClusterPlacement:
     def _forget(self, name: str) -> None:
         """End a model that is not on the cluster's list, because its only load has failed.
 
-        A served model that is missing was lost from the list, and is kept.
+        A served or deactivated model that is missing was lost from the list, and is kept.
         """
         with self.followed.lock:
             member = self.followed.existing(name)
-            if member.follower.pointer.current is not None:
+            pointer = member.follower.pointer
+            if pointer.current is not None or pointer.deactivated:
                 member.shared.list_model()
                 return
             model = self.followed.models.release(name)

@@ -220,6 +220,15 @@ redis.call('HINCRBY', KEYS[2], 'generation', 1)
 return 1
 """
 
+# KEYS: versions, current, what is removed with a version. ARGV: version, the record that is expected ('' for none).
+# Returns 1, or 0 where the record is another one by now.
+REMOVE_FILES = """
+if (redis.call('HGET', KEYS[1], ARGV[1]) or '') ~= ARGV[2] then return 0 end
+for i = 3, #KEYS do redis.call('UNLINK', KEYS[i]) end
+redis.call('HDEL', KEYS[2], 'mark:' .. ARGV[1])
+return 1
+"""
+
 # KEYS: lease, current, log. ARGV: epoch, field of `current`, its value, the seq below which the log is cut off ('' for
 # none). Returns 1, or 0 where the lease is another's by now.
 PROGRESS = """

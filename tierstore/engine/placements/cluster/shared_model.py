@@ -167,8 +167,9 @@ class SharedModel:
 
     # --- side files
 
-    def put_file(self, number: int, name: str, data: bytes) -> None:
-        self._cluster.call("HSET", f"{self._base}files:{number}", name, data)
+    def put_file(self, number: int, name: str, data: bytes, *, first: bool = False) -> None:
+        """Put a side file of a version there. `first`: not over one that is there."""
+        self._cluster.call("HSETNX" if first else "HSET", f"{self._base}files:{number}", name, data)
 
     @_reading
     def files(self, number: int, loaded_at_s: float) -> dict[str, bytes]:
@@ -182,11 +183,11 @@ class SharedModel:
             raise Conflict(f"version {number} of {self.name!r} was loaded anew: its files are not those of its record")
         return found
 
-    def remove_files(self, number: int) -> None:
-        """Remove the keys of a version under the model's own tag."""
-        names = (f"{self._base}{what}:{number}" for what in ("files", "load", "heads"))
-        self._cluster.call("UNLINK", *names)
-        self._cluster.call("HDEL", self._current, f"mark:{number}")
+    def remove_files(self, number: int, record: Mapping[str, Any]) -> bool:
+        """Remove the keys of a version under the model's own tag. False if its record is not `record` by now."""
+        names = [f"{self._base}{what}:{number}" for what in ("files", "load", "heads")]
+        keys = [self._versions, self._current, *names]
+        return bool(self._run(scripts.REMOVE_FILES, keys, number, _text(record)))
 
     def keep_heads(self, number: int, seq: int, before: Mapping[str, bytes]) -> None:
         """Keep the dense parts, by head, that a delta replaces; what was kept before is left alone."""

@@ -48,10 +48,14 @@ log = logging.getLogger(__name__)
 BATCH_ROWS = 16384
 SAMPLE_ROWS = 512  # of each file's first and last part, read back and compared
 MOST_PARTS = 1024  # into which a node cuts a load: all shards are read for each
-LOADING, READY = "loading", "ready"
+LOADING, READY, DROPPING = "loading", "ready", "dropping"
 _CLAIM_AGAIN_S = 3.0
 _PAUSE_S = 0.2  # between two looks at what other nodes have done
 _BEGIN_S = 60.0  # how long a load waits for the node that begins it
+
+
+class _Overtaken(Exception):
+    """Another node has begun the load meanwhile."""
 
 
 class Writers(Protocol):
@@ -159,12 +163,22 @@ class ClusterTarget:
     def _clear(self, manifest: Manifest) -> bool:
         """Remove what an earlier load has left, and let this one write. False if the record has changed meanwhile."""
         number, before = manifest.version, self._record
-        if (earlier := before["earlier"]) is not None:
-            with self._writers(self._shared.name, number, earlier["tables"], _encoded(earlier["tags"])) as writer:
-                writer.drop(pause_s=0.01)
-        self._shared.remove_files(number)
-        with self._writer(number) as writer:
-            writer.begin()
+
+        def check() -> None:
+            if self._shared.versions().get(number) != before:
+                raise _Overtaken
+
+        if not self._shared.remove_files(number, before):
+            return False
+        try:
+            if (earlier := before["earlier"]) is not None:
+                tables, tags = earlier["tables"], _encoded(earlier["tags"])
+                with self._writers(self._shared.name, number, tables, tags, load=before["token"]) as writer:
+                    writer.begin(check, remove_only=True)
+            with self._writer(number) as writer:
+                writer.begin(check)
+        except _Overtaken:
+            return False
         self._record = {name: value for name, value in before.items() if name != "earlier"}
         if not self._shared.record(number, before, self._record):
             return False
@@ -396,7 +410,8 @@ class ClusterTarget:
         """
         shared = self._shared
         for path in sorted(path for path in where.root.rglob("*") if path.is_file() and _is_side_file(path, where)):
-            shared.put_file(number, path.relative_to(where.root).as_posix(), path.read_bytes())
+            # what is there is the same, or of a delta, if another node has ended this load
+            shared.put_file(number, path.relative_to(where.root).as_posix(), path.read_bytes(), first=True)
         while (there := shared.versions().get(number)) is not None and there.get("token") == self._record["token"]:
             if there["state"] == READY:
                 return False
@@ -420,13 +435,17 @@ class ClusterTarget:
             there = shared.versions().get(number)
             if there is None or there["state"] != LOADING or there.get("token") != record["token"]:
                 return
-            with self._writers(shared.name, number, record["tables"], _encoded(record["tags"])) as writer:
+            dropping = {**there, "state": DROPPING}
+            if not shared.record(number, there, dropping):  # from here on no node writes or publishes it
+                return
+            tables, tags = record["tables"], _encoded(record["tags"])
+            with self._writers(shared.name, number, tables, tags, load=record["token"]) as writer:
                 writer.drop(pause_s=0.01)
-            shared.remove_files(number)
-            self._load.end()
-            shared.record(number, there, None)
+            if shared.remove_files(number, dropping):
+                self._load.end()
+                shared.record(number, dropping, None)
             shared.forget_model()
-        except StorageError as failed:  # it is removed after `load_retention_s`
+        except (StorageError, Conflict) as failed:  # the ingester removes them
             log.warning("leftovers of a failed load stay in the cluster for now: %s", failed)
 
     def activate(self, number: int, progress: ProgressFn) -> None:

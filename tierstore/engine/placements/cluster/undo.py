@@ -36,13 +36,13 @@ class Undo:
     def __init__(self, shared: SharedModel, open_writer: Callable[[VersionInfo], Writer], encode: Encode) -> None:
         self._shared, self._open_writer, self._encode = shared, open_writer, encode
 
-    def keep(self, writer: Writer, info: VersionInfo, overlay: Overlay, epoch: int) -> None:
+    def keep(self, writer: Writer, info: VersionInfo, overlay: Overlay, epoch: int, digest: str) -> None:
         """Keep what a delta replaces in a version, before it does."""
         if overlay.heads:
             there = self._shared.files(info.number, info.loaded_at_s)
             before = {name: there.get(dense_file(name), GONE) for name in overlay.heads}
             self._shared.keep_heads(info.number, overlay.hi, before)
-        writer.keep_before(epoch, overlay.hi, changes_of(overlay))
+        writer.keep_before(epoch, overlay.hi, changes_of(overlay), digest)
 
     def roll_back(
         self, pointer: Pointer, infos: Sequence[VersionInfo], epoch: int, keep_lease: Callable[[], None]
@@ -90,13 +90,13 @@ class Undo:
         for plan in plans:
             keep_lease()
             if plan.ended is None:
-                with plan.writer.replace_line(epoch) as later:
+                with plan.writer.replace_line(epoch, to) as later:
                     self._put(plan, later, epoch, keep_lease)
                     later.end_line(epoch, upto, digest)
         lines = {plan.info.number: plan.writer.line + 1 for plan in plans}
 
         def done(now: Pointer) -> Mapping[str, Any]:
-            if now.rollback != to:
+            if now.rollback != to or now.undone != pointer.undone:
                 return {}
             undone = now.undone.as_of(to, upto)
             for number, line in lines.items():
@@ -111,13 +111,13 @@ class Undo:
     def _put(self, plan: _Plan, later: Writer, epoch: int, keep_lease: Callable[[], None]) -> None:
         for seq in reversed(plan.pops):
             keep_lease()
-            later.put_before(epoch, seq)
+            plan.writer.put_before(epoch, seq)
             for name, graph in self._shared.kept_heads(plan.info.number, seq).items():
                 self._shared.put_file(plan.info.number, dense_file(name), graph)
         for entry in plan.pushes:
             keep_lease()
             overlay = self._encode(plan.info, entry)
-            self.keep(later, plan.info, overlay, epoch)
+            self.keep(later, plan.info, overlay, epoch, entry.digest)
             for name, head in overlay.heads.items():
                 self._shared.put_file(plan.info.number, dense_file(name), head.graph or GONE)
             later.put_rows(epoch, changes_of(overlay))
@@ -128,18 +128,29 @@ class _Plan:
 
     def __init__(self, shared: SharedModel, info: VersionInfo, pointer: Pointer, to: int, writer: Writer) -> None:
         self.info, self.writer = info, writer
-        newest, self.ended = writer.reached()
+        reached = writer.reached()
+        newest, self.ended = reached.newest, reached.undone
+        self.pops: list[int] = []
+        self.pushes: list[LogEntry] = []
+        self.problem: str | None = None
+        if others := reached.begun - {to}:
+            self.problem = f"a rollback to delta {min(others)} has begun; send that one again first"
+        elif reached.lowest is None:
+            self.problem = "some of its tags are gone from the cluster: load the snapshot again under a new version"
+        if self.problem is not None or self.ended is not None:
+            return
+        # a tag that lacks deltas which the others have, since its server was lost, gets them from the log
+        lowest = reached.lowest or 0
         base, now, then = info.manifest.delta_seq, pointer.undone, pointer.undone.as_of(to, MAX_ORDINAL)
         changed = set(now.ranges) ^ {(first, min(last, pointer.seq or 0)) for first, last in then.ranges}
-        low = max(base, min([to, *(first - 1 for first, _ in changed)]))
+        low = max(base, min([to, lowest, *(first - 1 for first, _ in changed)]))
         high = max(newest, to)
         has = [seq for seq in range(low + 1, newest + 1) if now.range_of(seq) is None]
         wanted = [seq for seq in range(low + 1, high + 1) if then.range_of(seq) is None]
         same = next((at for at, (one, two) in enumerate(zip(has, wanted, strict=False)) if one != two), None)
         same = min(len(has), len(wanted)) if same is None else same
+        same = min(same, sum(seq <= lowest for seq in has))
         self.pops, pushes = has[same:], wanted[same:]
-        self.pushes: list[LogEntry] = []
-        self.problem: str | None = None
         if lacking := writer.lack_before(self.pops):
             self.problem = (
                 f"what delta {lacking[0]} replaced is not kept any more; log_retention_s says how long it is. Send the "
