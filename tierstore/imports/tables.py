@@ -150,8 +150,7 @@ def import_table(
             was written (seconds since 1970, timestamps, dates); default the time of the import.
         on_null: `skip` leaves out rows with a null in one of these columns, or in a vector; `fail` refuses them.
             on_duplicate: `last` keeps the last row of a key, and holds all keys in memory; else the load fails.
-        dim: numbers of a vector: others are refused; files that do not say it (HugeCTR, TFRA) are compared with it,
-            and TFRA's need it.
+        dim: numbers of a vector: others are refused; HugeCTR's files are compared with it, and TFRA's need it.
             integers: vectors of integers are meant; else they are refused, as codes of a quantized table.
         dense: an ONNX file. golden: a Parquet file of golden examples (`imports/golden.py`). left_out: called at the
             end of the table with what was left out.
