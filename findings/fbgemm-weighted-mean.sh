@@ -3,11 +3,13 @@
 #
 # Guess: pooling MEAN with weights is the weighted mean, sum(w * row) / sum(w), as TensorFlow's `embedding_lookup_sparse` has it; an id that the table lacks
 # is an error, as in nn.EmbeddingBag, or nothing.
-# What happens: it is sum(w * row) / n. An id beyond the table, or below -1, is made 0 by the default check of bounds, with a line in the log: row 0
+# What happens: it is sum(w * row) / n. An id beyond the table is made 0 by the default check of bounds, with a line in the log: row 0
 # counts. The same in training and of quantized tables for inference.
-# Why it matters: TorchRec's sharded collections are these tables (its unsharded ones, which are nn.EmbeddingBag, refuse weights with a mean). A server that divides by
-# the weights, or that answers unknown ids with zeros, feeds the dense part other numbers than it was trained with.
-# Source: https://github.com/pytorch/FBGEMM/blob/main/fbgemm_gpu/fbgemm_gpu/split_table_batched_embeddings_ops_common.py (BoundsCheckMode)
+# Why it matters: TorchRec's sharded collections keep their rows in such tables, and whole tables are pooled by them; for tables sharded by rows it divides by the
+# sum of the weights itself (from its source), so with weights a mean depends on the sharding plan. (Its unsharded collections, which are nn.EmbeddingBag, refuse weights with a mean.)
+# A server that divides otherwise, or that answers unknown ids with zeros, feeds the dense part other numbers than it was trained with.
+# Source: https://github.com/pytorch/FBGEMM/blob/main/fbgemm_gpu/fbgemm_gpu/split_table_batched_embeddings_ops_common.py (BoundsCheckMode),
+# https://github.com/meta-pytorch/torchrec/blob/main/torchrec/distributed/embeddingbag.py (_create_mean_pooling_divisor), https://github.com/meta-pytorch/torchrec/pull/1886
 set -euo pipefail
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT

@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # TensorFlow's hashed feature columns leave out the id -1 and the empty text; Keras' Hashing, which replaces them, does not.
 #
-# Guess: categorical_column_with_hash_bucket is to_hash_bucket_fast of the id's text, as its documentation says, and moving a
-# model to a Hashing layer with as many bins keeps each id's row.
-# What happens: the hash is the same, but before it a dense input becomes a sparse one without -1 and without "", so these
+# Guess: the migration guide names Hashing as the layer for categorical_column_with_hash_bucket, and both are to_hash_bucket_fast of
+# the id's text, so moving to a layer with as many bins keeps each id's row.
+# What happens: the hash is the same, but before it a dense input becomes a sparse one without -1 and without "" (the column's documentation says so, the layer's is silent), so these
 # have no row: their embedding is zeros, and a mean does not count them. The layer gives both a row as any other.
 # Why it matters: -1 and "" are what histories are padded with. Who serves such a table by the hash alone adds the row of a
 # stranger for each place of padding, and divides a mean by too many.
-# Source: https://github.com/tensorflow/tensorflow/blob/master/tensorflow/python/feature_column/feature_column_v2.py
+# Source: https://github.com/tensorflow/tensorflow/blob/master/tensorflow/python/feature_column/feature_column_v2.py,
+# https://www.tensorflow.org/guide/migrate/migrating_feature_columns
 set -euo pipefail
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
@@ -34,6 +35,13 @@ def places(values):
 for values in ([[17], [0], [-1]], [["17"], ["0"], [""]]):
     layer = np.asarray(Hashing(1000)(tf.constant(values))).ravel().tolist()
     print([value for (value,) in values], "column:", places(values), "layer:", layer)
+
+with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+    column = columns.categorical_column_with_hash_bucket("f", 1000, dtype=tf.int32)
+    ones = columns.embedding_column(column, 1, combiner="mean", initializer=tf.compat.v1.ones_initializer())
+    dense = tf.compat.v1.feature_column.input_layer({"f": tf.constant([[17, -1], [-1, -1]])}, [ones])
+    session.run(tf.compat.v1.global_variables_initializer())
+    print("mean of rows of 1.0, for [17, -1] and [-1, -1]:", session.run(dense)[:, 0].tolist())
 PY
 
 echo "keras 3.15.1, tensorflow 2.21.0"
@@ -41,4 +49,5 @@ echo "keras 3.15.1, tensorflow 2.21.0"
 diff "$work/seen" - <<'WANT'
 [17, 0, -1] column: [[838], [735], []] layer: [838, 735, 430]
 ['17', '0', ''] column: [[838], [735], []] layer: [838, 735, 263]
+mean of rows of 1.0, for [17, -1] and [-1, -1]: [1.0, 0.0]
 WANT

@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
-# Keras' Hashing gives every id another row once it has a mask, and ids that came as floats another row from 2**24 on.
+# Keras' Hashing gives nearly every id another row once it has a mask, and hashes numbers as decimal text.
 #
 # Guess: mask_value sets one value aside and leaves the rows of the others alone; a number has one row, whatever its type.
-# What happens: with a mask the layer hashes into one row fewer and adds 1, so all rows move. Numbers are hashed as decimal
-# text, which makes 17, "17" and 17.9 one key, as floats are cut first; and what float32 cannot hold is another id by then.
+# What happens: with a mask the layer hashes into one row fewer and adds 1, so nearly all rows move (its documentation
+# says that there is one row fewer). Numbers are hashed as decimal
+# text, which makes 17, "17" and 17.9 one key, as floats are cut first; an odd id above 2**24 that passed through float32
+# is another id.
 # Why it matters: who adds a mask to a trained model, or serves a table without the mask that it was trained with, reads a
 # wrong row for nearly every id, and none is out of range. Whoever hashes the eight bytes of an id, as most hashes of
 # integers do, never meets the layer's rows.

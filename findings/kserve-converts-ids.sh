@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# A model server of KServe makes ids of what is none, and calls a client's mistake its own.
+# KServe's `InferInput.as_numpy` makes ids of what is none, and a model that calls it answers a client's mistake with 500.
 #
-# Guess: input of INT64 that is no integer, in JSON, is refused with 400.
-# What happens: what the model gets is `numpy.array(data, int64)` of it: 17.9 is 17, "17" is 17, true is 1; "false" as BOOL is True. What NumPy refuses (an integer
-# beyond the type, null, data that do not fill the shape) is 500 over HTTP and INTERNAL over gRPC.
-# Why it matters: an id that became a float on its way (a pandas column with one null) is rounded to another id or cut, and rows of that are served. 500 and
-# INTERNAL are what clients repeat, what takes a node out of a mesh, and what alerts count: one caller with wrong ids does all that. Check in the model.
+# Guess: input of INT64 that is no integer, in JSON, is refused with 400, by the server or by `as_numpy`, which has InvalidInput for that.
+# What happens: it is `numpy.array(data, int64)`: 17.9 is 17, "17" is 17, true is 1; "false" as BOOL is True. What NumPy refuses (an integer
+# beyond the type, null, data that do not fill the shape) is 500 over HTTP.
+# Why it matters: an id that became a float on its way (a pandas column with one null) is rounded to another id or cut, and rows of that are served. 500 is
+# what clients may repeat, what can take a node out of a mesh, and what alerts count: one caller with wrong ids does all that. Check in the model.
 # Source: https://github.com/kserve/kserve/blob/master/python/kserve/kserve/protocol/infer_type.py (InferInput.as_numpy)
 set -euo pipefail
 work=$(mktemp -d)

@@ -22,7 +22,7 @@ builder = SparkSession.builder.master("local[1]").config("spark.ui.enabled", "fa
 spark = builder.config("spark.driver.bindAddress", "127.0.0.1").config("spark.driver.host", "127.0.0.1").getOrCreate()
 for what in (
     "hash(null)", "xxhash64(null)", "hash('a', null) = hash('a')", "hash(null, 'a') = hash('a')",
-    "hash(17)", "hash(17L)", "hash('17')", "hash(17) = hash(cast(17 as smallint))",
+    "hash(17)", "hash(17L)", "hash('17')", "xxhash64(17)", "xxhash64(17L)", "hash(17) = hash(cast(17 as smallint))",
 ):  # fmt: skip
     print(what, "is", spark.sql(f"select {what}").first()[0])
 spark.stop()
@@ -38,5 +38,7 @@ hash(null, 'a') = hash('a') is True
 hash(17) is -1355542311
 hash(17L) is 1546268258
 hash('17') is 1970338662
+xxhash64(17) is 5610435394499596547
+xxhash64(17L) is 5840989680794618359
 hash(17) = hash(cast(17 as smallint)) is True
 WANT

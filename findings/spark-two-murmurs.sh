@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Spark has two murmur3 hashes of a text: SQL's hash is not the one of HashingTF and of every other library.
+# Spark has two murmur3 hashes of a text: SQL's hash is neither the one of HashingTF nor the one of mmh3.
 #
-# Guess: hash(text) is murmur3_32 with the seed 42, as its documentation and the name of its class say, so mmh3.hash(text, 42)
+# Guess: hash(text) is murmur3_32 with the seed 42, as the name of its class, Murmur3Hash, and that class's source say, so mmh3.hash(text, 42)
 # gives the same number anywhere else.
 # What happens: SQL's hash makes a block of its own of each byte beyond the last four, where murmur3 makes one of all of
-# them. The two agree where the UTF-8 has a multiple of four bytes, and nowhere else. HashingTF and FeatureHasher of
-# pyspark.ml have had the true one since Spark 3.0.
+# them. The two agree where the UTF-8 has a multiple of four bytes, and nowhere else. HashingTF of
+# pyspark.ml has had the true one since Spark 3.0 (SPARK-23469).
 # Why it matters: who serves what was trained on hash(text) with a murmur3 of their language reads right rows for a quarter
 # of the texts, enough for a short test, and other rows for the remaining ones.
 # Source: https://issues.apache.org/jira/browse/SPARK-23381

@@ -3,11 +3,11 @@
 #
 # Guess: an array of NumPy is its numbers: `tf.make_tensor_proto` of ids [1, 2] of dtype ">i8" is the request for ids 1 and 2, as `tf.constant` of it is.
 # What happens: its bytes are copied. The message says DT_INT64, for which TensorFlow means little-endian: ids 72057594037927936 and 144115188075855872.
-# `tf.make_ndarray` of the same message says so too. OpenVINO's client for the same protocol, ovmsclient, does the same. tritonclient and kserve
-# refuse such an array.
-# Why it matters: `np.frombuffer(keys, ">i8")` is how ids are read that Java wrote (Kafka's LongSerializer, HBase, DataOutputStream). Every request is answered, with default
-# rows, or those of other ids. `.astype(np.int64)` first.
-# Source: https://github.com/tensorflow/tensorflow/blob/master/tensorflow/python/framework/tensor_util.py (make_tensor_proto)
+# `tf.make_ndarray` of the same message says so too; an array of one id is refused. OpenVINO's client for the same protocol, ovmsclient, copies likewise. tritonclient
+# refuses such an array.
+# Why it matters: `np.frombuffer(keys, ">i8")` is how ids are read that Java wrote (Kafka's LongSerializer, HBase, DataOutputStream). Requests of two ids and more are answered, with
+# default rows, or those of other ids. `.astype(np.int64)` first. A fix was merged in June 2026; 2.21.0 does not have it.
+# Source: https://github.com/tensorflow/tensorflow/issues/55789, https://github.com/tensorflow/tensorflow/pull/121394
 set -euo pipefail
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
@@ -34,6 +34,10 @@ try:
     triton.InferInput("id", [2], "INT64").set_data_from_numpy(ids)
 except triton.InferenceServerException as error:
     print("tritonclient:", str(error)[:39])
+try:
+    tf.make_tensor_proto(ids[:1])
+except TypeError as error:
+    print("make_tensor_proto of one id:", error)
 PY
 cat > "$work/ovms.py" <<'PY'
 import numpy as np
@@ -49,5 +53,6 @@ NumPy: [1, 2] tf.constant: [1, 2]
 make_tensor_proto: True make_ndarray of it: [72057594037927936, 144115188075855872]
 of astype(int64): [1, 2]
 tritonclient: got unexpected datatype None from numpy
+make_tensor_proto of one id: Element type not supported in TensorProto: int64.
 ovmsclient: [72057594037927936, 144115188075855872]
 WANT

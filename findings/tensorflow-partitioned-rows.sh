@@ -5,10 +5,11 @@
 # What happens: a variable with a partitioner is one tensor in the checkpoint, its partitions one behind the other. `tf.compat.v1.nn.embedding_lookup` and
 # `embedding_lookup_sparse` deal ids out by modulo unless they are told otherwise (`partition_strategy="mod"`): with three partitions id 1 is
 # the first row of the second one. The tensor has the shape of the table, so nothing is noticed. Of a variable that is not partitioned, or with
-# `"div"`, and of a `ShardedVariable` of TensorFlow 2, rows are in the order of ids.
-# Why it matters: tables of models with parameter servers (Estimator, DeepRec, TF1 graphs that still train) are partitioned because they are large. An export that
-# numbers the rows of the tensor serves, for nearly all ids, another id's row. The order is: id % n, then id // n.
-# Source: https://www.tensorflow.org/api_docs/python/tf/compat/v1/nn/embedding_lookup
+# `"div"`, as `safe_embedding_lookup_sparse` and the feature columns have it, and of a `ShardedVariable` of TensorFlow 2, rows are in the order of ids.
+# Why it matters: tables of models with parameter servers (TF1 graphs that still train, DeepRec) are partitioned because they are large. The checkpoint does not say which lookup
+# was used. An export that numbers the rows of the tensor serves, for nearly all ids, another id's row after "mod". The order is then: id % n, then id // n.
+# Source: https://www.tensorflow.org/api_docs/python/tf/compat/v1/nn/embedding_lookup,
+# https://github.com/tensorflow/tensorflow/pull/15164
 set -euo pipefail
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT

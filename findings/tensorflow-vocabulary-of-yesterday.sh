@@ -6,8 +6,10 @@
 # gets the first one's content, also when the first object is gone, and reads nothing. Its size() and, in Keras, get_vocabulary() are those of
 # the old file too. A copy under another name is read, and so is the same file by a new process.
 # Why it matters: a trainer or a feature service that runs for days and makes its layers anew from `vocabulary.txt` of each day goes on giving yesterday's row
-# numbers, beside an embedding whose rows are in the order of today's file: other rows, and no error. Put the day into the name of the file.
-# Source: https://github.com/tensorflow/tensorflow/blob/master/tensorflow/python/ops/lookup_ops.py (TextFileInitializer._shared_name)
+# numbers, beside an embedding whose rows are in the order of today's file: other rows, and no error. Put the day into the name of the file,
+# or make the table with `experimental_is_anonymous=True`.
+# Source: https://github.com/tensorflow/tensorflow/blob/master/tensorflow/python/ops/lookup_ops.py (TextFileInitializer._shared_name),
+# https://github.com/tensorflow/tensorflow/issues/56974
 set -euo pipefail
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
@@ -53,6 +55,10 @@ else:
         for name in (path, f"new-{path}"):
             write(name, "socks", "hats", "shoes")
             print(f"{make.__name__}, {'another' if name != path else 'the same'} path, today's words:", *make(name))
+    index = tf.lookup.TextFileIndex
+    file = tf.lookup.TextFileInitializer("table.txt", tf.string, index.WHOLE_LINE, tf.int64, index.LINE_NUMBER)
+    made = tf.lookup.StaticHashTable(file, -1, experimental_is_anonymous=True)
+    print("anonymous table, the same path, today's words:", made.lookup(WORDS).numpy().tolist())
 PY
 
 echo "tensorflow 2.21.0, keras 3.15.1"
@@ -64,5 +70,6 @@ table, another path, today's words: [2, 1, 0] 3
 layer, yesterday's file: [1, 2, 0] ['[UNK]', 'shoes', 'hats']
 layer, the same path, today's words: [1, 2, 0] ['[UNK]', 'shoes', 'hats']
 layer, another path, today's words: [3, 2, 1] ['[UNK]', 'socks', 'hats', 'shoes']
+anonymous table, the same path, today's words: [2, 1, 0]
 another process: ([2, 1, 0], 3)
 WANT

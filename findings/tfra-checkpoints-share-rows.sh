@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# With FileSystemSaver of TensorFlow Recommenders Addons, all checkpoints of a folder share one set of rows.
+# With FileSystemSaver of TensorFlow Recommenders Addons, all checkpoints that tf.train.Checkpoint puts into a folder share one set of rows.
 #
 # Guess: a restored checkpoint has the rows that the table had when it was saved, as with the default saver, and no others.
-# What happens: with `FileSystemSaver`, which TFRA has for large tables, the checkpoint's own files hold no rows. They lie beside it, in
+# What happens: with `FileSystemSaver` and `tf.train.Checkpoint`, the checkpoint's own files hold no rows. They lie beside it, in
 # `TFRADynamicEmbedding/`, under names without the checkpoint's number, and the next save writes over them. Restoring the first of two
 # checkpoints gives the rows of the second. Nor is the table emptied first: what it had and the files have not stays in it.
 # Why it matters: going back to yesterday's checkpoint takes its dense weights and today's embeddings, and no error is raised; keys that were
-# removed, or that came since, are served again. Who imports the files while training goes on reads what is being overwritten. Give each checkpoint
-# a folder of its own, and restore into a new process. `Saver.save_path` does not help: it is as fixed.
+# removed, or that came since, are served again. Who imports the files while training goes on reads what is being overwritten. Use
+# `de.train.DECheckpoint`, which has a folder for each checkpoint (or give each one a folder of its own), and restore into a new process: neither
+# empties the table. `FileSystemSaver(save_path=…)` does not help: it is as fixed.
 # Source: https://github.com/tensorflow/recommenders-addons/blob/master/docs/api_docs/tfra/dynamic_embedding/FileSystemSaver.md
 set -euo pipefail
 work=$(mktemp -d)
@@ -34,10 +35,14 @@ def content(table):
     return dict(sorted(zip(ids.tolist(), rows[:, 0].tolist())))
 
 
-for name, saver in (("default", None), ("FileSystemSaver", de.FileSystemSaver())):
+for name, saver, kind in (
+    ("default", None, tf.train.Checkpoint),
+    ("FileSystemSaver", de.FileSystemSaver(), tf.train.Checkpoint),
+    ("DECheckpoint", de.FileSystemSaver(), de.train.DECheckpoint),
+):
     creator = de.CuckooHashTableCreator(saver=saver)
     item = de.get_variable(f"item_{name}", tf.int64, tf.float32, dim=2, initializer=0.0, kv_creator=creator)
-    checkpoint = tf.train.Checkpoint(item=item)
+    checkpoint = kind(item=item)
     item.upsert(keys(1, 2), tf.ones([2, 2]))
     monday = checkpoint.save(f"{name}/ck")
     item.remove(keys(2))
@@ -56,4 +61,6 @@ default: saved as ck-1 {1: 1.0, 2: 1.0}; after restore of ck-1 {1: 1.0, 2: 1.0}
     files of rows: 0
 FileSystemSaver: saved as ck-1 {1: 1.0, 2: 1.0}; after restore of ck-1 {1: 7.0, 3: 7.0, 9: 9.0}
     files of rows: 1
+DECheckpoint: saved as ck-1 {1: 1.0, 2: 1.0}; after restore of ck-1 {1: 1.0, 2: 1.0, 3: 7.0, 9: 9.0}
+    files of rows: 2
 WANT

@@ -32,6 +32,8 @@ for length in (5, 22, 23, 36):
     with open(f"saved/page{length}-keys", "rb") as file:
         data = file.read()
     print(f"a key of {length} bytes: {len(data)} bytes in the file, the text is {'' if text.encode() in data else 'not '}among them")
+    if length > 22:
+        print("    the first number in it, without its lowest two bits:", int.from_bytes(data[:8], "little") >> 2)
 
 checkpoint = tf.train.Checkpoint(table=table)
 path = checkpoint.save("checkpoint/ck")
@@ -45,6 +47,8 @@ diff "$work/seen" - <<'WANT'
 a key of 5 bytes: 24 bytes in the file, the text is among them
 a key of 22 bytes: 24 bytes in the file, the text is among them
 a key of 23 bytes: 24 bytes in the file, the text is not among them
+    the first number in it, without its lowest two bits: 23
 a key of 36 bytes: 24 bytes in the file, the text is not among them
+    the first number in it, without its lowest two bits: 36
 checkpoint: [b'k36abcdefghijklmnopqrstuvwxyz0123456']
 WANT
