@@ -3,7 +3,7 @@
 #
 # Guess: an array of NumPy is its numbers: `tf.make_tensor_proto` of ids [1, 2] of dtype ">i8" is the request for ids 1 and 2, as `tf.constant` of it is.
 # What happens: its bytes are copied. The message says DT_INT64, for which TensorFlow means little-endian: ids 72057594037927936 and 144115188075855872.
-# `tf.make_ndarray` of the same message says so too; an array of one id is refused. OpenVINO's client for the same protocol, ovmsclient, copies likewise. tritonclient
+# `tf.make_ndarray` of the same message says so too; an array of one id is refused. OpenVINO's client for the same protocol, ovmsclient, copies likewise over gRPC. tritonclient
 # refuses such an array.
 # Why it matters: `np.frombuffer(keys, ">i8")` is how ids are read that Java wrote (Kafka's LongSerializer, HBase, DataOutputStream). Requests of two ids and more are answered, with
 # default rows, or those of other ids. `.astype(np.int64)` first. A fix was merged in June 2026; 2.21.0 does not have it.
