@@ -18,6 +18,7 @@ from torchrec.modules.mc_modules import LFU_EvictionPolicy, MCHManagedCollisionM
 
 import tierstore
 from tests.cli.conftest import SMALL
+from tests.counts import with_large_counts
 from tests.redis_cluster import free_ports
 from tierstore.errors import InvalidInput
 from tierstore.service.server import ServerThread
@@ -57,7 +58,10 @@ def run(url: str, directory: Path, steps: int, fault: str = "none") -> tuple[lis
     return [rank.returncode for rank in ranks], log.read_text()
 
 
-@pytest.mark.parametrize("fault", ["rank1-dies", "rank0-dies-before", "rank0-dies-after"])
+@pytest.mark.parametrize(
+    "fault",
+    [*(pytest.param(one, marks=with_large_counts) for one in ("rank1-dies", "rank0-dies-before")), "rank0-dies-after"],
+)
 def test_a_job_that_died_goes_on_from_its_checkpoint_and_the_service_has_its_rows(
     tmp_path: Path, url: str, fault: str
 ) -> None:
