@@ -24,6 +24,7 @@ from tierstore.formats.columns import KEY, VECTOR, as_vectors, first_not_finite,
 from tierstore.formats.delta.reader import MAX_DECODED_BYTES
 from tierstore.formats.delta.writer import DeltaWriter
 from tierstore.formats.normalize import UnfitRow
+from tierstore.formats.snapshot.arrow_shards import IPC_FILE_MAGIC
 from tierstore.formats.strings import without_dictionary
 from tierstore.formats.times import Moment
 from tierstore.imports.columns import (
@@ -42,7 +43,7 @@ from tierstore.types import KeyType, check_name
 
 TABLE, DELETED = "table", "deleted"  # columns that are read where a file has them
 _OWN_WORDS = {b"model", b"seq", b"event_time"}  # of which a delta has all in its schemas' metadata
-_ROWS_MAGIC = (b"ARROW1", b"PAR1")
+_ROWS_MAGIC = (IPC_FILE_MAGIC, b"PAR1")
 _LEAST_NUMBER_BYTES, _MOST_NUMBER_BYTES = 2, 8
 _ROW_BYTES = 8
 

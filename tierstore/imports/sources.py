@@ -22,6 +22,7 @@ from tierstore.formats.columns import Malformed
 from tierstore.formats.names import HUGECTR_KEYS
 from tierstore.formats.normalize import UnfitRow, guessed_key_type, refused_integers, vector_rows
 from tierstore.formats.row_times import Times, as_times
+from tierstore.formats.snapshot.arrow_shards import IPC_FILE_MAGIC
 from tierstore.formats.snapshot.reader import naming
 from tierstore.formats.snapshot.table_logs import DELTA_ADVICE, log_above
 from tierstore.imports.columns import (
@@ -54,7 +55,6 @@ from tierstore.imports.torch_tensors import read_distributed, read_saved
 from tierstore.types import KeyType
 
 _BATCH_ROWS = 1 << 15
-_IPC_FILE_MAGIC = b"ARROW1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,20 +277,20 @@ def _of_file(place: RowsPlace, wanted: Wanted) -> Iterator[Block]:
         if rows and not (isinstance(error, NullColumn) and wanted.skip_nulls):
             raise
         return iter([Block(str(place.path), 0, KeyType.INT64, [], np.empty((0, 0)), left_out=rows)])
-    return _of_batches(str(place.path), chosen, _scanned(data, chosen), wanted.skip_nulls)
+    return _of_batches(str(place.path), chosen, _scanned(data, chosen.to_read), wanted.skip_nulls)
 
 
-def _scanned(data: ds.Dataset, chosen: Chosen) -> Iterator[pa.RecordBatch]:
+def _scanned(data: ds.Dataset, names: Sequence[str]) -> Iterator[pa.RecordBatch]:
     """The batches of a file; Arrow begins to read ahead when the first is asked for."""
-    yield from data.to_batches(columns=chosen.to_read, batch_size=_BATCH_ROWS, batch_readahead=2)
+    yield from data.to_batches(columns=list(names), batch_size=_BATCH_ROWS, batch_readahead=2)
 
 
 @contextmanager
 def open_columns(file: Path) -> Iterator[tuple[pa.Schema, Callable[[Sequence[str]], Iterator[pa.RecordBatch]]]]:
     """The schema of a file of columns, and what reads batches of some columns; of Arrow also its streams."""
-    if FORMATS[file.suffix.lower()] != "ipc" or _begins_with(file, _IPC_FILE_MAGIC):
+    if FORMATS[file.suffix.lower()] != "ipc" or _is_ipc_file(file):
         data = _dataset(file)
-        yield data.schema, lambda names: data.to_batches(columns=list(names), batch_size=_BATCH_ROWS, batch_readahead=2)
+        yield data.schema, lambda names: _scanned(data, names)
         return
     with pa.memory_map(str(file)) as source, pa.ipc.open_stream(source) as stream:
         yield stream.schema, lambda names: _sliced(stream, names)
@@ -303,9 +303,10 @@ def _sliced(stream: pa.RecordBatchReader, names: Sequence[str]) -> Iterator[pa.R
             yield batch.select(names).slice(first, _BATCH_ROWS)
 
 
-def _begins_with(file: Path, magic: bytes) -> bool:
+def _is_ipc_file(file: Path) -> bool:
+    """Whether it is of Arrow's file format, and no stream."""
     with file.open("rb") as opened:
-        return opened.read(len(magic)) == magic
+        return opened.read(len(IPC_FILE_MAGIC)) == IPC_FILE_MAGIC
 
 
 def _dataset(file: Path) -> ds.Dataset:

@@ -28,7 +28,7 @@ from tierstore.types import Keys, TableSpec, Vectors
 
 Block = tuple[Keys, Vectors | None, pa.Array | None, Times | None]
 Columns = tuple[str, str, str | None]  # names of the key's, the vector's and the time's, if there is one
-_IPC_FILE_MAGIC = b"ARROW1"
+IPC_FILE_MAGIC = b"ARROW1"
 _BUFFER_BYTES = 1 << 20  # of a column chunk of an object
 
 
@@ -62,7 +62,7 @@ def read_arrow(
 ) -> Iterator[Block]:
     """Read a shard of Arrow IPC, in the file format or the stream format, as its first bytes say."""
     with _mapped(path) as source:
-        is_file = source.read(len(_IPC_FILE_MAGIC)) == _IPC_FILE_MAGIC
+        is_file = source.read(len(IPC_FILE_MAGIC)) == IPC_FILE_MAGIC
         source.seek(0)
         batches = (_file_batches if is_file else _stream_batches)(source, spec, columns, with_vectors)
         for batch in batches:

@@ -49,6 +49,13 @@ def state(store: Store) -> tuple[str, int, int]:
 WHOLE = ("ready", 1000, 6)
 
 
+def check_whole(store: Store) -> None:
+    """Version 1 is in the cluster with all it has, and serves it."""
+    assert state(store) == WHOLE
+    store.activate("ctr", 1)
+    check(store, "item", range(1000), 0)
+
+
 @pytest.mark.parametrize("earlier", [False, True])
 def test_a_node_that_outlives_its_lease_does_not_begin_a_load_that_has_ended(
     open_node: OpenNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, earlier: bool
@@ -72,9 +79,7 @@ def test_a_node_that_outlives_its_lease_does_not_begin_a_load_that_has_ended(
             stop.go_on.set()
         with pytest.raises(Conflict, match=r"is in the cluster already \(ready\)"):
             late.result(60)
-    assert state(b) == WHOLE
-    b.activate("ctr", 1)
-    check(b, "item", range(1000), 0)
+    check_whole(b)
 
 
 def test_a_load_that_failed_is_not_removed_beside_another_one(
@@ -108,9 +113,7 @@ def test_a_load_that_failed_is_not_removed_beside_another_one(
             stop.go_on.set()
         with pytest.raises(Corruption, match="is damaged"):
             late.result(60)
-    assert state(b) == WHOLE
-    b.activate("ctr", 1)
-    check(b, "item", range(1000), 0)
+    check_whole(b)
 
 
 def test_a_node_that_is_late_with_the_end_of_a_load_leaves_the_dense_part_of_a_delta(
