@@ -20,7 +20,7 @@ _I64S = types.int64[::1]
 
 
 @nb.njit(inline="always")
-def partition_at(code, count):  # type: ignore[no-untyped-def]
+def partition_at(code, count):
     """The partition of one code: the finalizer of MurmurHash3 (Appleby, public domain), modulo `count`."""
     x = _U64(code) + _U64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> _U64(33))) * _U64(0xFF51AFD7ED558CCD)

@@ -31,7 +31,7 @@ _MOST_NS = 1e17  # the most that one request may cost: three years
 
 
 @nb.njit
-def empty_at(bucket, now_ns):  # type: ignore[no-untyped-def]
+def empty_at(bucket, now_ns):
     """The first unit of which less than one is left, or FREE. `bucket` is an address, or 0 for no limits."""
     if bucket == 0:
         return FREE
@@ -47,7 +47,7 @@ def empty_at(bucket, now_ns):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def draw_at(bucket, now_ns, requests, keys, nbytes):  # type: ignore[no-untyped-def]
+def draw_at(bucket, now_ns, requests, keys, nbytes):
     """Draw from a bucket, even if it is empty then. Negative numbers give back."""
     if bucket == 0:
         return

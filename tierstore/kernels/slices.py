@@ -31,7 +31,7 @@ class Slices:
         at = address_of(self._pause)
 
         @nb.cfunc(types.void(types.int32))
-        def stop(_signal):  # type: ignore[no-untyped-def]
+        def stop(_signal):
             _nanosleep(at, 0)
 
         self._handler = stop  # kept alive while signals may come

@@ -44,23 +44,23 @@ _MOST_DIGITS = 20
 
 
 @nb.njit(inline="always")
-def _rotated(x, bits):  # type: ignore[no-untyped-def]
+def _rotated(x, bits):
     """To the left."""
     return (x << _U64(bits)) | (x >> _U64(64 - bits))
 
 
 @nb.njit(inline="always")
-def _rotated32(x, bits):  # type: ignore[no-untyped-def]
+def _rotated32(x, bits):
     return ((x << _U64(bits)) | (x >> _U64(32 - bits))) & _LOW32
 
 
 @nb.njit(inline="always")
-def _byte(address, index):  # type: ignore[no-untyped-def]
+def _byte(address, index):
     return _U64(load_u8(address, index))
 
 
 @nb.njit
-def _bytes(address, n):  # type: ignore[no-untyped-def]
+def _bytes(address, n):
     """The number of up to 7 bytes, little-endian."""
     number = _U64(0)
     for i in range(n):
@@ -69,7 +69,7 @@ def _bytes(address, n):  # type: ignore[no-untyped-def]
 
 
 @nb.njit(inline="always")
-def _signed32(x):  # type: ignore[no-untyped-def]
+def _signed32(x):
     """The low 32 bits as a signed number."""
     return _I64(_U64(x) << _U64(32)) >> _I64(32)
 
@@ -80,24 +80,24 @@ _K0, _K1, _K2 = np.uint64(0xC3A5C85C97CB3127), np.uint64(0xB492B66FBE98F273), np
 
 
 @nb.njit(inline="always")
-def _folded(x):  # type: ignore[no-untyped-def]
+def _folded(x):
     return x ^ (x >> _U64(47))
 
 
 @nb.njit
-def _two_to_one(low, high, factor):  # type: ignore[no-untyped-def]
+def _two_to_one(low, high, factor):
     mixed = _folded((low ^ high) * factor)
     return _folded((high ^ mixed) * factor) * factor
 
 
 @nb.njit
-def _five_to_one(a, b, c, d, e, factor):  # type: ignore[no-untyped-def]
+def _five_to_one(a, b, c, d, e, factor):
     low = _rotated(a + b, 21) + _rotated(c, 34) + d  # to the right by 43, 30 and 18
     return _two_to_one(low, a + _rotated(b + e, 46) + c, factor)
 
 
 @nb.njit
-def _fingerprint_to_16(text, size):  # type: ignore[no-untyped-def]
+def _fingerprint_to_16(text, size):
     length = _U64(size)
     factor = _K2 + length * _U64(2)
     if size >= 8:
@@ -114,7 +114,7 @@ def _fingerprint_to_16(text, size):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _fingerprint_to_32(text, size):  # type: ignore[no-untyped-def]
+def _fingerprint_to_32(text, size):
     factor = _K2 + _U64(size) * _U64(2)
     a, b = load_u64(text, 0) * _K1, load_u64(text, 1)
     c, d = load_u64(text + size - 8, 0) * factor, load_u64(text + size - 16, 0) * _K2
@@ -122,7 +122,7 @@ def _fingerprint_to_32(text, size):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _fingerprint_to_64(text, size):  # type: ignore[no-untyped-def]
+def _fingerprint_to_64(text, size):
     factor = _K2 + _U64(size) * _U64(2)
     a, b = load_u64(text, 0) * _K2, load_u64(text, 1)
     c, d = load_u64(text + size - 8, 0) * factor, load_u64(text + size - 16, 0) * _K2
@@ -134,7 +134,7 @@ def _fingerprint_to_64(text, size):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _two_of_32(text, a, b):  # type: ignore[no-untyped-def]
+def _two_of_32(text, a, b):
     """Two words of 32 bytes of the text and two seeds."""
     first, last = load_u64(text, 0), load_u64(text, 3)
     a += first
@@ -145,7 +145,7 @@ def _two_of_32(text, a, b):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _fingerprint_long(text, size):  # type: ignore[no-untyped-def]
+def _fingerprint_long(text, size):
     x = _U64(81) * _K2 + load_u64(text, 0)
     y = _U64(81) * _K1 + _U64(113)
     z = _folded(y * _K2 + _U64(113)) * _K2
@@ -179,7 +179,7 @@ def _fingerprint_long(text, size):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _fingerprint64(text, size):  # type: ignore[no-untyped-def]
+def _fingerprint64(text, size):
     if size <= 16:
         return _fingerprint_to_16(text, size)
     if size <= 32:
@@ -191,7 +191,7 @@ def _fingerprint64(text, size):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _sip_round(a, b, c, d):  # type: ignore[no-untyped-def]
+def _sip_round(a, b, c, d):
     a += b
     b = _rotated(b, 13) ^ a
     a = _rotated(a, 32)
@@ -205,7 +205,7 @@ def _sip_round(a, b, c, d):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _siphash(text, size, key_0, key_1):  # type: ignore[no-untyped-def]
+def _siphash(text, size, key_0, key_1):
     a, b = key_0 ^ _U64(0x736F6D6570736575), key_1 ^ _U64(0x646F72616E646F6D)
     c, d = key_0 ^ _U64(0x6C7967656E657261), key_1 ^ _U64(0x7465646279746573)
     words = size >> 3
@@ -228,7 +228,7 @@ _C1, _C2 = np.uint64(0xCC9E2D51), np.uint64(0x1B873593)
 
 
 @nb.njit
-def _murmur64a(text, size, seed):  # type: ignore[no-untyped-def]
+def _murmur64a(text, size, seed):
     hashed = seed ^ (_U64(size) * _MURMUR2)
     for i in range(size >> 3):
         hashed = (hashed ^ _folded(load_u64(text, i) * _MURMUR2) * _MURMUR2) * _MURMUR2
@@ -238,17 +238,17 @@ def _murmur64a(text, size, seed):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _block32(x):  # type: ignore[no-untyped-def]
+def _block32(x):
     return (_rotated32((x * _C1) & _LOW32, 15) * _C2) & _LOW32
 
 
 @nb.njit
-def _with_block32(hashed, block):  # type: ignore[no-untyped-def]
+def _with_block32(hashed, block):
     return (_rotated32(hashed ^ _block32(block), 13) * _U64(5) + _U64(0xE6546B64)) & _LOW32
 
 
 @nb.njit
-def _end32(hashed, size):  # type: ignore[no-untyped-def]
+def _end32(hashed, size):
     hashed ^= _U64(size) & _LOW32
     hashed = ((hashed ^ (hashed >> _U64(16))) * _U64(0x85EBCA6B)) & _LOW32
     hashed = ((hashed ^ (hashed >> _U64(13))) * _U64(0xC2B2AE35)) & _LOW32
@@ -256,7 +256,7 @@ def _end32(hashed, size):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _murmur3(text, size, seed):  # type: ignore[no-untyped-def]
+def _murmur3(text, size, seed):
     hashed = seed & _LOW32
     for i in range(size >> 2):
         hashed = _with_block32(hashed, load_u32(text, i))
@@ -266,7 +266,7 @@ def _murmur3(text, size, seed):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _spark_murmur3(text, size, seed):  # type: ignore[no-untyped-def]
+def _spark_murmur3(text, size, seed):
     """Each byte of the tail is a block of its own, as a signed number."""
     hashed = seed & _LOW32
     for i in range(size >> 2):
@@ -278,7 +278,7 @@ def _spark_murmur3(text, size, seed):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _next_code_point(text, i):  # type: ignore[no-untyped-def]
+def _next_code_point(text, i):
     """The code point at byte `i` of valid UTF-8, and where the next one is."""
     byte = _byte(text, i)
     if byte < _U64(0x80):
@@ -291,7 +291,7 @@ def _next_code_point(text, i):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _murmur3_utf16(text, size, seed):  # type: ignore[no-untyped-def]
+def _murmur3_utf16(text, size, seed):
     """Of the text's UTF-16 units, little-endian; two are a block."""
     hashed, held, units, i = seed & _LOW32, _U64(0), 0, 0
     while i < size:
@@ -310,14 +310,14 @@ def _murmur3_utf16(text, size, seed):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _end64(x):  # type: ignore[no-untyped-def]
+def _end64(x):
     x = (x ^ (x >> _U64(33))) * _U64(0xFF51AFD7ED558CCD)
     x = (x ^ (x >> _U64(33))) * _U64(0xC4CEB9FE1A85EC53)
     return x ^ (x >> _U64(33))
 
 
 @nb.njit
-def _murmur3_128(number):  # type: ignore[no-untyped-def]
+def _murmur3_128(number):
     """The xor of the two halves of MurmurHash3_x64_128, seed 0, of a number's eight bytes and eight zeros."""
     low = _rotated(number * _U64(0x87C37B91114253D5), 31) * _U64(0x4CF5AD432745937F)
     low = _rotated(low, 27) * _U64(5) + _U64(0x52DCE729)
@@ -337,12 +337,12 @@ _P3, _P4, _P5 = np.uint64(0x165667B19E3779F9), np.uint64(0x85EBCA77C2B2AE63), np
 
 
 @nb.njit
-def _xxh_round(lane, word):  # type: ignore[no-untyped-def]
+def _xxh_round(lane, word):
     return _rotated(lane + word * _P2, 31) * _P1
 
 
 @nb.njit
-def _xxh64(text, size, seed):  # type: ignore[no-untyped-def]
+def _xxh64(text, size, seed):
     done = size & ~31
     if done > 0:
         a, b, c, d = seed + _P1 + _P2, seed + _P2, seed, seed - _P1
@@ -372,7 +372,7 @@ def _xxh64(text, size, seed):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _vowpal_wabbit(text, size, seed):  # type: ignore[no-untyped-def]
+def _vowpal_wabbit(text, size, seed):
     """A text of digits alone is a number, which is added to the seed; blanks and control characters around it do not count."""
     while size > 0 and load_u8(text, 0) <= 0x20:
         text, size = text + 1, size - 1
@@ -388,7 +388,7 @@ def _vowpal_wabbit(text, size, seed):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _java(text, size):  # type: ignore[no-untyped-def]
+def _java(text, size):
     """`String.hashCode()`."""
     hashed, i = _U64(0), 0
     while i < size:
@@ -404,7 +404,7 @@ def _java(text, size):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _hash_text(how, text, size):  # type: ignore[no-untyped-def]
+def _hash_text(how, text, size):
     """The hash of a text, as the int64 of its bits; one of 32 bits with its sign."""
     algorithm = how.algorithm
     if algorithm == FINGERPRINT64:
@@ -427,7 +427,7 @@ def _hash_text(how, text, size):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _hash_number(how, number_at):  # type: ignore[no-untyped-def]
+def _hash_number(how, number_at):
     """The hash of the eight or four bytes of an integer."""
     size = _I64(4 if how.integers == OF_4_BYTES else 8)
     if how.algorithm == MURMUR3_128:
@@ -439,7 +439,7 @@ def _hash_number(how, number_at):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _row(how, hashed):  # type: ignore[no-untyped-def]
+def _row(how, hashed):
     rest, buckets = how.rest, how.buckets
     if rest == UNSIGNED:
         return how.first + _I64(_U64(hashed) % _U64(buckets))
@@ -455,7 +455,7 @@ def _row(how, hashed):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _row_of_text(how, text, size):  # type: ignore[no-untyped-def]
+def _row_of_text(how, text, size):
     if size == how.mask_bytes:
         same = True
         for i in range(size):
@@ -476,7 +476,7 @@ def _row_of_text(how, text, size):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _row_of_decimal(how, number, room):  # type: ignore[no-untyped-def]
+def _row_of_decimal(how, number, room):
     """Of an integer's decimal text, for which there are _MOST_DIGITS bytes at `room`."""
     negative = how.unsigned == 0 and number < 0
     left, begin = _U64(-number if negative else number), _I64(_MOST_DIGITS)
@@ -494,7 +494,7 @@ def _row_of_decimal(how, number, room):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _make_rows_of_integers(how, keys, n, out):  # type: ignore[no-untyped-def]
+def _make_rows_of_integers(how, keys, n, out):
     room = np.empty(_MOST_DIGITS, np.uint8)
     digits = _I64(room.ctypes.data)
     for i in range(n):

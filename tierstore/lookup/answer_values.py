@@ -25,19 +25,19 @@ values_at, _output_at = at(VALUES), at(OUTPUT)
 
 
 @nb.njit(inline="always")
-def value_at(values, number):  # type: ignore[no-untyped-def]
+def value_at(values, number):
     """The sizes of an output."""
     return _output_at(place(values_at(values), "outputs"), number)
 
 
 @nb.njit
-def values_bytes(outputs):  # type: ignore[no-untyped-def]
+def values_bytes(outputs):
     """The bytes of an answer's values, of which that many outputs are in use."""
     return place(value_at(0, outputs), "first")
 
 
 @nb.njit
-def size_of(values, piece, axis):  # type: ignore[no-untyped-def]
+def size_of(values, piece, axis):
     """A size of the output that follows a piece."""
     size = piece.sizes[axis]
     return size if size >= 0 else load_i64(values, ~size)

@@ -71,7 +71,7 @@ _U64 = np.uint64
 
 
 @nb.njit
-def _elements(row):  # type: ignore[no-untyped-def]
+def _elements(row):
     """The number of elements of an input; -1 where it is above the limit, or does not fit the number of bytes."""
     count, others = nb.int64(1), nb.int64(1)  # others: the product without dimensions of 0
     for i in range(row.rank):
@@ -87,7 +87,7 @@ def _elements(row):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _is_ascii(at, n):  # type: ignore[no-untyped-def]
+def _is_ascii(at, n):
     bits = _U64(0)
     for i in range(n >> 3):
         bits |= load_u64(at, i)
@@ -97,7 +97,7 @@ def _is_ascii(at, n):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _read_strings(at, size, n, codes, planned, table):  # type: ignore[no-untyped-def]
+def _read_strings(at, size, n, codes, planned, table):
     """Write the codes of `n` strings, `size` bytes at an address; AS_TRAINED: the row numbers. False: malformed, or some string must be told apart by its text."""
     colliding, shared, end = table.colliding, table.colliding_at, at + size
     if colliding > _MOST_COLLIDING:
@@ -125,7 +125,7 @@ def _read_strings(at, size, n, codes, planned, table):  # type: ignore[no-untype
 
 
 @nb.njit
-def _hash_codes(codes, n, planned):  # type: ignore[no-untyped-def]
+def _hash_codes(codes, n, planned):
     """Replace codes by row numbers, as `formats/key_hash.py` does."""
     how, mod, lanes = planned.hash, planned.mod, np.empty(8, np.uint64)
     for i in range(n):
@@ -138,7 +138,7 @@ def _hash_codes(codes, n, planned):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _make_codes(call, planned, row, tail, codes, table):  # type: ignore[no-untyped-def]
+def _make_codes(call, planned, row, tail, codes, table):
     """Write the codes of a call whose keys are strings or hashed, read from an input of the request. False: the full parser must check it."""
     n = call.keys_n
     if call.key_form == STRINGS:
@@ -157,7 +157,7 @@ def _make_codes(call, planned, row, tail, codes, table):  # type: ignore[no-unty
 
 
 @nb.njit
-def _same_sizes(one, other):  # type: ignore[no-untyped-def]
+def _same_sizes(one, other):
     for i in range(one.rank):  # noqa: SIM110 - for the compiler
         if one.dims[i] != other.dims[i]:
             return False
@@ -165,7 +165,7 @@ def _same_sizes(one, other):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _bind_call(record, planned, call):  # type: ignore[no-untyped-def]
+def _bind_call(record, planned, call):
     """Fill a call, except where it writes its answer. Returns its number of keys, or -1."""
     copy_bytes(call, planned, CALL_BYTES)
     keys = row_at(record, 1 + planned.keys_of)
@@ -189,7 +189,7 @@ def _bind_call(record, planned, call):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def bind(variant, view, record, tail, codes, most_bytes, run, values):  # type: ignore[no-untyped-def]
+def bind(variant, view, record, tail, codes, most_bytes, run, values):
     """Fill a run (RUN_BYTES) and the values of its answer from the record of a request of the variant's structure.
 
     `tail` is where the request's binary data (its inputs) begins; `codes` has room for MOST_KEYS; `most_bytes` is the setting `max_response`. Returns
@@ -239,7 +239,7 @@ def bind(variant, view, record, tail, codes, most_bytes, run, values):  # type: 
 
 
 @nb.njit
-def _place_outputs(variant, record, run, values):  # type: ignore[no-untyped-def]
+def _place_outputs(variant, record, run, values):
     """Lay the outputs end to end, and note their places and sizes. Returns their total bytes."""
     planned, call = variant.calls, first_call(run)
     for _ in range(variant.planned_calls):
@@ -279,14 +279,14 @@ def _place_outputs(variant, record, run, values):  # type: ignore[no-untyped-def
 
 
 @nb.njit(inline="always")
-def _before(end, text):  # type: ignore[no-untyped-def]
+def _before(end, text):
     """Write a text that ends at the address `end`. Returns where it begins."""
     copy_bytes(end - text.size, nb.int64(text.ctypes.data), text.size)
     return end - text.size
 
 
 @nb.njit
-def _digits_before(end, value):  # type: ignore[no-untyped-def]
+def _digits_before(end, value):
     while True:
         end -= 1
         store_u8(end, 0, nb.uint8(_ZERO + value % 10))
@@ -296,7 +296,7 @@ def _digits_before(end, value):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def head_before(at, text_bytes, data_bytes, closing, date):  # type: ignore[no-untyped-def]
+def head_before(at, text_bytes, data_bytes, closing, date):
     """Write the head of an answer backwards from the address `at`, where its body begins: `text_bytes` of JSON. Returns where the head begins.
 
     `data_bytes`: the bytes of the binary data behind the JSON; NONE: there can be none. `date`, `closing`: as for `write_head`.
@@ -318,7 +318,7 @@ def head_before(at, text_bytes, data_bytes, closing, date):  # type: ignore[no-u
 
 
 @nb.njit
-def write_head(variant, record, values, data_bytes, closing, date, end):  # type: ignore[no-untyped-def]
+def write_head(variant, record, values, data_bytes, closing, date, end):
     """Write an answer's head and JSON backwards from the address `end`, where `data_bytes` of data follow. Returns where the head begins.
 
     `values` come from `bind`, `record` has the id, `date` is the address of the date. With `closing` the head says that the connection ends.

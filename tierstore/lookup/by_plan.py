@@ -46,18 +46,18 @@ _INFINITE = 0x7F800000
 
 
 @nb.njit
-def first_call(run):  # type: ignore[no-untyped-def]
+def first_call(run):
     return run_call_at(run_at(run, 1))
 
 
 @nb.njit
-def run_bytes(run):  # type: ignore[no-untyped-def]
+def run_bytes(run):
     """The size of a run with its calls."""
     return RUN_BYTES + CALL_BYTES * run.calls
 
 
 @nb.njit
-def any_negative(keys, n):  # type: ignore[no-untyped-def]
+def any_negative(keys, n):
     signs = nb.int64(0)
     for i in range(n):
         signs |= load_i64(keys, i)
@@ -65,7 +65,7 @@ def any_negative(keys, n):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def pending(run, states):  # type: ignore[no-untyped-def]
+def pending(run, states):
     """The number of keys of a run that must be read from disk."""
     call, count, n = first_call(run), 0, 0
     for _ in range(run.calls):
@@ -77,7 +77,7 @@ def pending(run, states):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _are_finite(weights, n):  # type: ignore[no-untyped-def]
+def _are_finite(weights, n):
     for i in range(n):  # noqa: SIM110 - for the compiler
         if nb.int64(load_u32(weights, i) & _U64(0x7FFFFFFF)) >= _INFINITE:
             return False
@@ -85,7 +85,7 @@ def _are_finite(weights, n):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _check_bags(starts, bags, weights, n):  # type: ignore[no-untyped-def]
+def _check_bags(starts, bags, weights, n):
     """Whether starts and weights pass the full parser's checks."""
     if bags == 0:
         return n == 0
@@ -98,7 +98,7 @@ def _check_bags(starts, bags, weights, n):  # type: ignore[no-untyped-def]
 
 
 @nb.njit(inline="always")
-def _starts(call, tail, scratch):  # type: ignore[no-untyped-def]
+def _starts(call, tail, scratch):
     """The address of the starts of a call's bags: in the request, or computed into scratch memory."""
     if call.starts_at >= 0:
         return tail + call.starts_at
@@ -108,7 +108,7 @@ def _starts(call, tail, scratch):  # type: ignore[no-untyped-def]
 
 
 @nb.njit(inline="always")
-def _bag_places(call, n, dim, scratch):  # type: ignore[no-untyped-def]
+def _bag_places(call, n, dim, scratch):
     """The addresses in scratch memory of all rows of a call and of its pooled bags, behind its starts and the memory of `pool_found`; and their end."""
     rows = aligned(scratch + 8 * call.bags) + table_rows.bag_scratch(call.bags, dim)
     pooled = aligned(rows + 4 * dim * n)
@@ -116,13 +116,13 @@ def _bag_places(call, n, dim, scratch):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def bag_scratch(call, n, dim):  # type: ignore[no-untyped-def]
+def bag_scratch(call, n, dim):
     """Bytes of scratch memory for a call of bags."""
     return _bag_places(call, n, dim, 0)[2] + 64
 
 
 @nb.njit
-def _run_bags(call, table, keys, n, state, tail, out, scratch):  # type: ignore[no-untyped-def]
+def _run_bags(call, table, keys, n, state, tail, out, scratch):
     """Run a call of kind BAGS_OF_ROWS. Returns the result for the run."""
     dim, bags, combiner, code = table.dim, call.bags, call.combiner, call.out_code
     weights = 0 if call.weights_at < 0 else tail + call.weights_at
@@ -148,13 +148,13 @@ def _run_bags(call, table, keys, n, state, tail, out, scratch):  # type: ignore[
 
 
 @nb.njit(inline="always")
-def keys_of(run, call, tail):  # type: ignore[no-untyped-def]
+def keys_of(run, call, tail):
     """The address of a call's keys, or of the codes made from them."""
     return call.keys_at + (run.codes_at if call.key_form >= STRINGS else tail)
 
 
 @nb.njit
-def _are_checked(call, n, tail):  # type: ignore[no-untyped-def]
+def _are_checked(call, n, tail):
     """Whether offsets and weights that pool no bag pass the full parser's checks."""
     weights = 0 if call.weights_at < 0 else tail + call.weights_at
     if call.starts_at >= 0:
@@ -163,7 +163,7 @@ def _are_checked(call, n, tail):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _run(run, view, tail, answer, states, scratch):  # type: ignore[no-untyped-def]
+def _run(run, view, tail, answer, states, scratch):
     call, state = first_call(run), states
     clear_bytes(states, run.keys)
     outcome = ANSWERED
@@ -214,7 +214,7 @@ def run(run: Any, view: Any, tail: Any, answer: Any, states: Any, scratch: Any) 
 
 
 @nb.njit
-def count_keys(run, tail, states, counts, row_words):  # type: ignore[no-untyped-def]
+def count_keys(run, tail, states, counts, row_words):
     """Count for each table which tier answered its keys: `row_words` int64 a table, from address `counts` on."""
     call, state = first_call(run), states
     for _ in range(run.calls):

@@ -106,7 +106,7 @@ def gather(blocks: Any, keys: Any, states: Any, rows: Any) -> Any:
 
 
 @nb.njit
-def _are_own(table, keys):  # type: ignore[no-untyped-def]
+def _are_own(table, keys):
     """Whether all `keys` are in this node's partitions."""
     is_own, partitions = table.own_at, table.partitions
     if is_own != 0:
@@ -117,7 +117,7 @@ def _are_own(table, keys):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _offer(shared, table, seq, keys, state, rows, row_bytes):  # type: ignore[no-untyped-def]
+def _offer(shared, table, seq, keys, state, rows, row_bytes):
     """Offer rows that were read from disk to the cache."""
     n = keys.size
     padded = (n + 7) & ~7
@@ -140,7 +140,7 @@ def _offer(shared, table, seq, keys, state, rows, row_bytes):  # type: ignore[no
 
 
 @nb.njit
-def _fetch(shared, table, seq, keys_at, n, state_at, out_code, out, window):  # type: ignore[no-untyped-def]
+def _fetch(shared, table, seq, keys_at, n, state_at, out_code, out, window):
     """Answer the PENDING keys from disk: write rows to `out`, and states. With a window of 0, keys that need a wait for the drive stay PENDING.
 
     Returns DONE, LEFT (keys are still PENDING) or FOR_PYTHON.
@@ -218,7 +218,7 @@ def _fetch(shared, table, seq, keys_at, n, state_at, out_code, out, window):  # 
 
 
 @nb.njit
-def _finish_bags(shared, call, table, seq, keys, n, state, tail, out, window):  # type: ignore[no-untyped-def]
+def _finish_bags(shared, call, table, seq, keys, n, state, tail, out, window):
     """Answer the bags of a call that have no answer yet: bags with a PENDING key, or all. Changes nothing unless it returns DONE."""
     dim, bags, keys_a_bag = table.dim, call.bags, call.bag_keys
     weights = 0 if call.weights_at < 0 else tail + call.weights_at
@@ -310,7 +310,7 @@ def finish(shared: Any, run: Any, view: Any, tail: Any, data: Any, states: Any) 
 
 
 @nb.njit
-def _probe_all(shared, job):  # type: ignore[no-untyped-def]
+def _probe_all(shared, job):
     """Look a job's keys up in memory, as a reactor does for a small request. Returns a result of `by_plan.run`."""
     scratch = allocate(job.run.scratch + 64)
     if scratch == 0:
@@ -321,7 +321,7 @@ def _probe_all(shared, job):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def write_answer(job, write_at):  # type: ignore[no-untyped-def]
+def write_answer(job, write_at):
     """Write the JSON of a job's answer into a block of its own. False: there is no memory, or the full writer must write it."""
     block = allocate(json_answer.HEAD_ROOM + json_answer.most_bytes(job.variant, job.values))
     if block == 0:
@@ -371,7 +371,7 @@ def serve(shared: Any, jobs: Any, inbox: Any, done: Any) -> Any:
 
 
 @nb.njit
-def queue(job, number, predictions, queued_at):  # type: ignore[no-untyped-def]
+def queue(job, number, predictions, queued_at):
     """Pass a prediction whose rows are complete to the threads that run graphs. False: their pipe is full."""
     message = stack_bytes(8)
     store_i64(message, 0, number)

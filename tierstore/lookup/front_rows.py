@@ -40,7 +40,7 @@ _NOT_OURS = 255  # a tier number for codes of other nodes' partitions
 
 
 @nb.njit
-def _mark_foreign(table, codes, n, tiers):  # type: ignore[no-untyped-def]
+def _mark_foreign(table, codes, n, tiers):
     """Set the tier of each code to PENDING or _NOT_OURS. False where the codes are not ascending and distinct."""
     own, count = table.own_at, table.partitions
     for i in range(n):
@@ -53,7 +53,7 @@ def _mark_foreign(table, codes, n, tiers):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _close_gaps(n, tiers, states, rows, row_bytes):  # type: ignore[no-untyped-def]
+def _close_gaps(n, tiers, states, rows, row_bytes):
     """Write the states, and close the gaps between rows that were found. Returns their number; -1 where memory lacks a row."""
     there = 0
     for i in range(n):
@@ -95,7 +95,7 @@ def run(variant: Any, view: Any, body: Any, size: Any, answer: Any, scratch: Any
 
 
 @nb.njit
-def write_digits(at, value):  # type: ignore[no-untyped-def]
+def write_digits(at, value):
     """Write `value` with DIGITS digits, zeros first."""
     for i in range(DIGITS):
         store_u8(at, DIGITS - 1 - i, nb.uint8(48 + value % 10))
@@ -103,7 +103,7 @@ def write_digits(at, value):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def count_codes(n, tiers, row):  # type: ignore[no-untyped-def]
+def count_codes(n, tiers, row):
     """Count in a table's counts, one word a tier at address `row`, which tier answered each code."""
     host = 0
     for i in range(n):

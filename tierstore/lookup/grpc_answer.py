@@ -26,7 +26,7 @@ ID, OUTPUT, RAW_OUTPUT, SHAPE = 0x1A, 0x2A, 0x32, 0x1A  # protobuf tags; SHAPE i
 
 
 @nb.njit(inline="always")
-def _length_before(begin, end, tag):  # type: ignore[no-untyped-def]
+def _length_before(begin, end, tag):
     """Write the tag and the length of a field in front of the bytes from `begin` to `end`. Returns the new beginning."""
     at = varint_before(begin, end - begin) - 1
     store_u8(at, 0, nb.uint8(tag))
@@ -34,14 +34,14 @@ def _length_before(begin, end, tag):  # type: ignore[no-untyped-def]
 
 
 @nb.njit(inline="always")
-def _piece_before(end, piece):  # type: ignore[no-untyped-def]
+def _piece_before(end, piece):
     at = end - piece.bytes
     copy_bytes(at, piece.at, piece.bytes)
     return at
 
 
 @nb.njit
-def frame_outputs(variant, values, data):  # type: ignore[no-untyped-def]
+def frame_outputs(variant, values, data):
     """Write what is in front of the elements of each output: a tag and a length. Places of outputs count from the address `data`."""
     if variant.framed == TENSORS_FRAMED:
         write_frames(variant, values, data)
@@ -53,7 +53,7 @@ def frame_outputs(variant, values, data):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def describe(variant, record, values, end):  # type: ignore[no-untyped-def]
+def describe(variant, record, values, end):
     """Write the description backwards from the address `end`, where the first output begins. Returns where the description begins.
 
     `values` come from `bind`; `record` has the id.

@@ -47,7 +47,7 @@ _TRUE, _FALSE, _NULL = (np.frombuffer(text, np.uint8) for text in (b"true,", b"f
 
 
 @nb.njit
-def _inner(values, piece, first):  # type: ignore[no-untyped-def]
+def _inner(values, piece, first):
     """Of an output's lists from axis `first` on: (the number of innermost lists, the axis whose entries those have). Lists in an empty list are none."""
     lists, last = nb.int64(1), first
     while last < piece.rank - 1 and size_of(values, piece, last) > 0:
@@ -57,7 +57,7 @@ def _inner(values, piece, first):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def most_bytes(variant, values):  # type: ignore[no-untyped-def]
+def most_bytes(variant, values):
     """The most bytes of the JSON of an answer with these values."""
     size, form, rows = nb.int64(MOST_ADDED_BYTES), variant.as_json, nb.int64(1)
     if form == BY_ROW:
@@ -76,13 +76,13 @@ def most_bytes(variant, values):  # type: ignore[no-untyped-def]
 
 
 @nb.njit(inline="always")
-def _word(target, word):  # type: ignore[no-untyped-def]
+def _word(target, word):
     copy_bytes(target, nb.int64(word.ctypes.data), word.size)
     return target + word.size
 
 
 @nb.njit
-def _are_finite(data, size, datatype):  # type: ignore[no-untyped-def]
+def _are_finite(data, size, datatype):
     """Whether none of the elements in `size` bytes is NaN or infinite."""
     if datatype == _FP32:
         for i in range(size >> 2):
@@ -100,7 +100,7 @@ def _are_finite(data, size, datatype):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _write_float(target, data, i, datatype):  # type: ignore[no-untyped-def]
+def _write_float(target, data, i, datatype):
     """Write the float number `i`. Returns what follows."""
     if datatype == _FP64:
         bits = load_u64(data, i)
@@ -118,7 +118,7 @@ def _write_float(target, data, i, datatype):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _write_floats(target, data, n, datatype):  # type: ignore[no-untyped-def]
+def _write_floats(target, data, n, datatype):
     for i in range(n):
         target = _write_float(target, data, i, datatype)
         store_u8(target, 0, nb.uint8(COMMA))
@@ -127,7 +127,7 @@ def _write_floats(target, data, n, datatype):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _write_integers(target, data, n, datatype):  # type: ignore[no-untyped-def]
+def _write_integers(target, data, n, datatype):
     width = WIDTHS[datatype]
     sign = _U64(1) << _U64(8 * width - 1)
     for i in range(n):
@@ -144,7 +144,7 @@ def _write_integers(target, data, n, datatype):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _write_elements(target, data, n, datatype):  # type: ignore[no-untyped-def]
+def _write_elements(target, data, n, datatype):
     """Write `n` elements at `data`, with a comma behind each. Returns what follows."""
     if datatype in (_FP16, _FP32, _FP64):
         return _write_floats(target, data, n, datatype)
@@ -156,20 +156,20 @@ def _write_elements(target, data, n, datatype):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _byte(target, byte):  # type: ignore[no-untyped-def]
+def _byte(target, byte):
     store_u8(target, 0, nb.uint8(byte))
     return target + 1
 
 
 @nb.njit
-def _write_list(target, data, n, datatype):  # type: ignore[no-untyped-def]
+def _write_list(target, data, n, datatype):
     """Write `n` elements at `data` as a list. Returns what follows."""
     target = _write_elements(_byte(target, OPEN_LIST), data, n, datatype)
     return _byte(target - 1 if n > 0 else target, CLOSE_LIST)  # over the last comma
 
 
 @nb.njit
-def _write_lists(target, data, values, piece, first):  # type: ignore[no-untyped-def]
+def _write_lists(target, data, values, piece, first):
     """Write the elements at `data` in lists, as an output is shaped from axis `first` on. Returns what follows."""
     datatype = piece.datatype
     if first == piece.rank:
@@ -195,7 +195,7 @@ def _write_lists(target, data, values, piece, first):  # type: ignore[no-untyped
 
 
 @nb.njit
-def _may_nest(variant, values, data):  # type: ignore[no-untyped-def]
+def _may_nest(variant, values, data):
     """Whether the answer's elements are numbers of JSON, and its outputs have as many rows as each other where rows are asked for."""
     rows = nb.int64(-1)
     for i in range(variant.pieces):
@@ -214,7 +214,7 @@ def _may_nest(variant, values, data):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _write_rows(variant, values, data, target):  # type: ignore[no-untyped-def]
+def _write_rows(variant, values, data, target):
     """Write an object for each row. Returns what follows."""
     pieces = variant.texts
     rows = size_of(values, piece_at(pieces, 1), 0)
@@ -232,7 +232,7 @@ def _write_rows(variant, values, data, target):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _write_pieces(variant, values, data, target):  # type: ignore[no-untyped-def]
+def _write_pieces(variant, values, data, target):
     """Write texts, and what is behind each. Returns what follows."""
     for i in range(variant.pieces):
         piece = piece_at(variant.texts, i)

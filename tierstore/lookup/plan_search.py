@@ -32,7 +32,7 @@ _U64 = np.uint64
 
 
 @nb.njit
-def hash_at(at, n, seed):  # type: ignore[no-untyped-def]
+def hash_at(at, n, seed):
     """A 64-bit hash of `n` bytes: a plan's place in the index. Entries with equal hashes are told apart by comparing their bytes."""
     h = _U64(seed) ^ (_U64(n) * _U64(0x9E3779B97F4A7C15))
     for i in range(n >> 3):
@@ -46,7 +46,7 @@ def hash_at(at, n, seed):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def place_at(path, path_bytes, structure, structure_bytes, form):  # type: ignore[no-untyped-def]
+def place_at(path, path_bytes, structure, structure_bytes, form):
     """The hash under which a plan is stored."""
     return hash_at(structure, structure_bytes, nb.int64(hash_at(path, path_bytes, form)))
 
@@ -58,7 +58,7 @@ def place_of(path: Any, path_bytes: Any, structure: Any, structure_bytes: Any, f
 
 
 @nb.njit
-def find_plan(index, path, path_bytes, structure, structure_bytes, form):  # type: ignore[no-untyped-def]
+def find_plan(index, path, path_bytes, structure, structure_bytes, form):
     """The plan for a request, or 0. `index` is the address of SETS of WAYS entries."""
     hashed = nb.int64(place_at(path, path_bytes, structure, structure_bytes, form))
     entry = entry_at(index, WAYS * (hashed & (SETS - 1)))
@@ -79,7 +79,7 @@ def find_plan(index, path, path_bytes, structure, structure_bytes, form):  # typ
 
 
 @nb.njit
-def choose(plan, served, dice):  # type: ignore[no-untyped-def]
+def choose(plan, served, dice):
     """The (variant, view) that answer a request; (0, 0) where there is none. `dice` are 32 random bits, for the canary's share."""
     active, canary, wanted = served.active, served.canary, plan.wanted
     one, other = plan.variant, plan.other_variant

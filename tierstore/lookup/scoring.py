@@ -29,12 +29,12 @@ _MOST_BYTES = 0x7FFFFFFF
 
 
 @nb.njit
-def _size(values, size):  # type: ignore[no-untyped-def]
+def _size(values, size):
     return size if size >= 0 else values.named[~size]
 
 
 @nb.njit
-def bind(variant, record, values):  # type: ignore[no-untyped-def]
+def bind(variant, record, values):
     """Check a request's sizes. Note in `values` the sizes that have names, and the bytes of each score and their place in the answer's data.
 
     Returns the bytes of all scores, with the tags and lengths between them if the answer is framed; or -1.
@@ -73,12 +73,12 @@ def bind(variant, record, values):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _aligned(size):  # type: ignore[no-untyped-def]
+def _aligned(size):
     return (size + 63) & ~63
 
 
 @nb.njit
-def table_bytes(scoring, record):  # type: ignore[no-untyped-def]
+def table_bytes(scoring, record):
     """Bytes of a request's table and of the request's own tensors behind it."""
     size = _aligned(_ROW_BYTES * (scoring.inputs + scoring.scores))
     wanted = scoring.first_input
@@ -90,7 +90,7 @@ def table_bytes(scoring, record):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def write_table(scoring, record, run, tail, values, rows, scores, at):  # type: ignore[no-untyped-def]
+def write_table(scoring, record, run, tail, values, rows, scores, at):
     """Write the table of a request (inputs, then scores), and the request's own tensors behind it. All arguments but `scoring` are of one request.
 
     `rows`: the address of the rows that `run` looked up; `scores`: of the answer's data; `tail`: of the request's binary data.

@@ -42,7 +42,7 @@ _PLACES = types.Array(types.int64, 2, "C")
 
 
 @nb.njit
-def probe(table, keys, n, state, out_code, out):  # type: ignore[no-untyped-def]
+def probe(table, keys, n, state, out_code, out):
     """Answer the PENDING keys that memory holds: rows to `out`. Returns how many of them the host tier answered.
 
     For ABSENT keys, a row requested AS_STORED is undefined.
@@ -59,7 +59,7 @@ def probe(table, keys, n, state, out_code, out):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def set_padding(padding, keys, n, state, out, row_bytes):  # type: ignore[no-untyped-def]
+def set_padding(padding, keys, n, state, out, row_bytes):
     """Answer padding keys: zeros, as absent. Returns their number."""
     padded = 0
     for i in range(n):
@@ -72,7 +72,7 @@ def set_padding(padding, keys, n, state, out, row_bytes):  # type: ignore[no-unt
 
 
 @nb.njit
-def is_cold(state, n):  # type: ignore[no-untyped-def]
+def is_cold(state, n):
     """Whether some key must be read from disk."""
     for i in range(n):  # noqa: SIM110 - for the compiler
         if load_u8(state, i) == _PENDING:
@@ -144,7 +144,7 @@ def gather(parts: Any, count: Any, places: Any, keys: Any, state: Any, out: Any)
 
 
 @nb.njit
-def pool_rows(rows, keys, n, padded, padding, starts, bags, weights, combiner, dim, out):  # type: ignore[no-untyped-def]
+def pool_rows(rows, keys, n, padded, padding, starts, bags, weights, combiner, dim, out):
     """Pool `n` rows (float32[n, dim] at `rows`) as `pool.pool_bags` does; padding keys count for nothing."""
     for bag in range(bags):
         begin = load_i64(starts, bag)
@@ -162,18 +162,18 @@ def pool_rows(rows, keys, n, padded, padding, starts, bags, weights, combiner, d
 
 
 @nb.njit
-def store_half(values, count, out):  # type: ignore[no-untyped-def]
+def store_half(values, count, out):
     for k in range(count):
         store_f16(out, k, load_f32(values, k))
 
 
 @nb.njit(inline="always")
-def aligned(at):  # type: ignore[no-untyped-def]
+def aligned(at):
     return (at + 63) & ~63
 
 
 @nb.njit(inline="always")
-def _bag_places(bags, dim, scratch):  # type: ignore[no-untyped-def]
+def _bag_places(bags, dim, scratch):
     """Addresses in scratch memory of one row and of pooled bags, behind the marks of bags; and their end."""
     row = aligned(scratch + bags)
     pooled = aligned(row + 4 * dim)
@@ -181,13 +181,13 @@ def _bag_places(bags, dim, scratch):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def bag_scratch(bags, dim):  # type: ignore[no-untyped-def]
+def bag_scratch(bags, dim):
     """Bytes of scratch memory that `pool_found` takes, a multiple of 64."""
     return _bag_places(bags, dim, 0)[2]
 
 
 @nb.njit
-def pool_found(table, keys, n, state, padded, padding, starts, bags, weights, combiner, out_code, out, scratch):  # type: ignore[no-untyped-def]
+def pool_found(table, keys, n, state, padded, padding, starts, bags, weights, combiner, out_code, out, scratch):
     """Pool the bags whose keys are all in the host tier, row by row as they are found. All of `state` is PENDING.
 
     Returns how many keys it answered; bags with a key that is still PENDING have no answer. Returns NOT_POOLED, with no answer and undefined states,

@@ -23,13 +23,13 @@ ENTRY, VALUE, DTYPE, SHAPE, DIM, SIZE, CONTENT = 0x0A, 0x12, 0x08, 0x12, 0x12, 0
 
 
 @nb.njit
-def _dim_bytes(size):  # type: ignore[no-untyped-def]
+def _dim_bytes(size):
     """The bytes of a dimension, without its tag and length. A size of 0 is left out, as protobuf does."""
     return 1 + varint_bytes(size) if size > 0 else 0
 
 
 @nb.njit
-def frame_bytes(variant, values, number):  # type: ignore[no-untyped-def]
+def frame_bytes(variant, values, number):
     """The bytes in front of the elements of an output, whose bytes and sizes are among the values."""
     piece, data, dims = piece_at(variant.texts, number), value_at(values, number).bytes, 0
     for axis in range(piece.rank):
@@ -40,13 +40,13 @@ def frame_bytes(variant, values, number):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def ending_bytes(variant):  # type: ignore[no-untyped-def]
+def ending_bytes(variant):
     """The bytes behind the last output."""
     return piece_at(variant.texts, variant.pieces - 1).bytes
 
 
 @nb.njit(inline="always")
-def _tag_before(end, number, tag):  # type: ignore[no-untyped-def]
+def _tag_before(end, number, tag):
     """Write a tag and a number in front of the address `end`. Returns where they begin."""
     at = varint_before(end, number) - 1
     store_u8(at, 0, nb.uint8(tag))
@@ -54,7 +54,7 @@ def _tag_before(end, number, tag):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def write_frames(variant, values, data):  # type: ignore[no-untyped-def]
+def write_frames(variant, values, data):
     """Write what is in front of the elements of each output, and what is behind the last one. Places of outputs count from the address `data`."""
     after = data
     for number in range(variant.pieces - 1):

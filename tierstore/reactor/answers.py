@@ -59,7 +59,7 @@ _MOST_TIMEOUT_US = 1 << 50
 
 
 @nb.njit
-def _has_access(me, fd, at):  # type: ignore[no-untyped-def]
+def _has_access(me, fd, at):
     """Whether the reactor knows the caller of the request at `at` and lets it in. The request's head is in `found`, where the caller is noted."""
     table, found = callers.allowed_at(acquire_i64(place(me.shared, "allowed_at"))), me.found
     if not callers.is_own_host(table, at + found.host_at, found.host_bytes):
@@ -75,7 +75,7 @@ def _has_access(me, fd, at):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _may_draw(me, plan, now):  # type: ignore[no-untyped-def]
+def _may_draw(me, plan, now):
     """Whether the caller may use the model of the plan, and neither of them is above its rates."""
     caller = me.found.caller
     return (
@@ -86,7 +86,7 @@ def _may_draw(me, plan, now):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def draw(me, plan, now, keys):  # type: ignore[no-untyped-def]
+def draw(me, plan, now, keys):
     """Charge the caller and the model for a request with `keys` keys."""
     size = me.found.body_bytes
     rates.draw_at(callers.bucket_of(me.found.caller), now, 1, keys, size)
@@ -94,7 +94,7 @@ def draw(me, plan, now, keys):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def roll(me):  # type: ignore[no-untyped-def]
+def roll(me):
     """32 random bits (xorshift64, Marsaglia 2003)."""
     x = nb.uint64(me.line.dice)
     x ^= x << nb.uint64(13)
@@ -105,7 +105,7 @@ def roll(me):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _add_close(variant, head):  # type: ignore[no-untyped-def]
+def _add_close(variant, head):
     """Add `connection: close` to the `head` of an answer, behind its date. The bytes before it move forward."""
     before = variant.date_at + DATE_BYTES + 2
     move_bytes(head - _CLOSE.size, head, before)
@@ -117,7 +117,7 @@ MAY, LONG = -1, -2  # results of `why_not`, `plan_for` and `bind_plan`, beside r
 
 
 @nb.njit
-def why_not(me, fd, at, since, began):  # type: ignore[no-untyped-def]
+def why_not(me, fd, at, since, began):
     """Decide from head and time whether the reactor may answer the request at `at`. Returns MAY, or the reason for leaving it to Python.
 
     The head is in `found`. `since` is when the request's first bytes came; 0: all came at once.
@@ -135,19 +135,19 @@ def why_not(me, fd, at, since, began):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _is_late(since, timeout_ns, began):  # type: ignore[no-untyped-def]
+def _is_late(since, timeout_ns, began):
     """Whether a request that came in parts has already used up its timeout. A timeout of 0 is none."""
     return timeout_ns > 0 and since > 0 and began - since >= timeout_ns
 
 
 @nb.njit
-def _is_closing(me, last):  # type: ignore[no-untyped-def]
+def _is_closing(me, last):
     """Whether the connection ends with this answer."""
     return me.found.closing != 0 or (last and me.shared.mode == DRAIN)
 
 
 @nb.njit
-def _send_ready(me, fd, variant, closing, data):  # type: ignore[no-untyped-def]
+def _send_ready(me, fd, variant, closing, data):
     """Send `data` bytes of an answer, with its prepared head in front of them."""
     before = variant.head_bytes
     target = me.answer + HEAD_ROOM - before
@@ -163,7 +163,7 @@ def _send_ready(me, fd, variant, closing, data):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _send(me, fd, at, size, closing):  # type: ignore[no-untyped-def]
+def _send(me, fd, at, size, closing):
     if closing:
         connection_at(me.conns, fd).flags |= CLOSES
     me.line.answers += 1
@@ -171,7 +171,7 @@ def _send(me, fd, at, size, closing):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _find(me, path, path_bytes, structure, structure_bytes, form):  # type: ignore[no-untyped-def]
+def _find(me, path, path_bytes, structure, structure_bytes, form):
     """The plan of a request, by path and structure, and what its model serves; the second is 0 where there is no plan."""
     plan = plan_search.find_plan(me.shared.plans_at, path, path_bytes, structure, structure_bytes, form)
     if plan == 0:
@@ -180,7 +180,7 @@ def _find(me, path, path_bytes, structure, structure_bytes, form):  # type: igno
 
 
 @nb.njit
-def _may_wait_ns(me, since, began):  # type: ignore[no-untyped-def]
+def _may_wait_ns(me, since, began):
     """How long a request may wait, in ns, by the rule of `Waits.admit`; below 0: Python decides. Its head is in `found`, its description in the record.
 
     `since` as for `why_not`.
@@ -195,7 +195,7 @@ def _may_wait_ns(me, since, began):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def is_refused(me, plan, variant, since, began):  # type: ignore[no-untyped-def]
+def is_refused(me, plan, variant, since, began):
     """Whether a prediction would wait too long for a thread. If so, it is counted as refused, and the variant has the answer. `since` as for `why_not`.
 
     A refusal here costs only the reading of the request. A refusal by Python costs thirty times as much, because the dense part's weights fill the
@@ -215,7 +215,7 @@ def is_refused(me, plan, variant, since, began):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def plan_for(me, path, path_bytes, form, began):  # type: ignore[no-untyped-def]
+def plan_for(me, path, path_bytes, form, began):
     """(reason, plan, variant, view) for the request whose description is in the record; `path` names what it asks for.
 
     The reason is MAY, or why the request is left to Python.
@@ -238,7 +238,7 @@ def plan_for(me, path, path_bytes, form, began):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def bind_plan(me, variant, view, tail, since, more, began):  # type: ignore[no-untyped-def]
+def bind_plan(me, variant, view, tail, since, more, began):
     """Bind the request (description in the record, data from `tail` on) to its plan: a run in `me.bound`.
 
     `since` as for `why_not`; `more`: bytes of the request that are not counted as held. Returns MAY; LONG, for a run that takes long; or a reason.
@@ -255,7 +255,7 @@ def bind_plan(me, variant, view, tail, since, more, began):  # type: ignore[no-u
 
 
 @nb.njit
-def look_up(me, plan, variant, view, tail, began, planned):  # type: ignore[no-untyped-def]
+def look_up(me, plan, variant, view, tail, began, planned):
     """Do the run in `me.bound`: write its rows into the answer's data, or as JSON too, charge and count it. Returns the run's result (`by_plan.py`)."""
     data = me.answer + HEAD_ROOM
     came = call_at(me.run, me.bound, view, tail, data, me.states, me.scratch)
@@ -276,7 +276,7 @@ def look_up(me, plan, variant, view, tail, began, planned):  # type: ignore[no-u
 
 
 @nb.njit
-def answer(me, fd, at, whole, last, began):  # type: ignore[no-untyped-def]
+def answer(me, fd, at, whole, last, began):
     """Answer the request of `whole` bytes at `at`, whose head is in `found`, if it has a plan. `last`: no bytes follow it.
 
     Returns ANSWERED; MADE_A_JOB, where a job goes on and the connection's row has its number; or the reason for leaving the request to Python, and
@@ -368,7 +368,7 @@ def answer(me, fd, at, whole, last, began):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def answer_rows(me, fd, at, whole, last, began):  # type: ignore[no-untyped-def]
+def answer_rows(me, fd, at, whole, last, began):
     """Answer a front's request for rows (`lookup/front_rows.py`), as `answer` does. Where memory lacks a row, Python gets the request."""
     found = me.found
     body, size = at + found.head_bytes, found.body_bytes

@@ -38,7 +38,7 @@ from tierstore.wire.request_record import SCANNED, row_at
 
 
 @nb.njit
-def _refuse(me, variant):  # type: ignore[no-untyped-def]
+def _refuse(me, variant):
     """Refuse a prediction with the variant's header block, which may change after this call."""
     me.call.answer_at, me.call.answer_bytes = me.answer, variant.head_bytes
     copy_bytes(me.answer, variant.head_at, variant.head_bytes)
@@ -47,7 +47,7 @@ def _refuse(me, variant):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _predict(me, fd, plan, variant, view, tail, message_bytes, short, began):  # type: ignore[no-untyped-def]
+def _predict(me, fd, plan, variant, view, tail, message_bytes, short, began):
     """Begin a prediction: MADE_A_JOB, or a reason. `short`: its look-ups take little time."""
     call, keys = me.call, me.bound.keys
     data = bind_scores(me, variant)
@@ -66,7 +66,7 @@ def _predict(me, fd, plan, variant, view, tail, message_bytes, short, began):  #
 
 
 @nb.njit
-def answer_call(me, fd, text, message, message_bytes, began):  # type: ignore[no-untyped-def]
+def answer_call(me, fd, text, message, message_bytes, began):
     """Answer the ModelInferRequest or PredictRequest (`me.found.kind`) of `message_bytes` at `message`, if it has a plan.
 
     `me.found` describes its headers as it does a head of HTTP/1 (`wire/http1/head.py`), with places counted from `text`; the body is the message.

@@ -67,7 +67,7 @@ _ONE, _LF = b"1\n"
 
 
 @nb.njit
-def notify(me, kind, fd, serial, value, more):  # type: ignore[no-untyped-def]
+def notify(me, kind, fd, serial, value, more):
     """Write a message to Python's pipe, which has room for one message from every connection."""
     message = me.message
     message.what, message.serial, message.value, message.more = kind + 256 * fd, serial, value, more
@@ -78,7 +78,7 @@ def notify(me, kind, fd, serial, value, more):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def hold(me, fd, size):  # type: ignore[no-untyped-def]
+def hold(me, fd, size):
     """Set the bytes that count as held for a connection's request. A large request counts as far as it has arrived."""
     row = connection_at(me.conns, fd)
     if row.held != size:
@@ -87,14 +87,14 @@ def hold(me, fd, size):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def has_room(me, size):  # type: ignore[no-untyped-def]
+def has_room(me, size):
     """Whether `size` more bytes may be held."""
     held = acquire_i64(place(me.shared, "inflight")) + acquire_i64(place(me.shared, "other_inflight"))
     return held + size <= me.limits.most_inflight
 
 
 @nb.njit
-def forget(me, fd):  # type: ignore[no-untyped-def]
+def forget(me, fd):
     """Free a connection's row. The caller closes the descriptor and frees its bytes."""
     row = connection_at(me.conns, fd)
     hold(me, fd, 0)
@@ -109,7 +109,7 @@ def forget(me, fd):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def let_go_of_answer(me, fd):  # type: ignore[no-untyped-def]
+def let_go_of_answer(me, fd):
     """Free an answer that was sent, or that nobody wants."""
     row = connection_at(me.conns, fd)
     if row.pieces > 0:
@@ -121,14 +121,14 @@ def let_go_of_answer(me, fd):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def free_session(s):  # type: ignore[no-untyped-def]
+def free_session(s):
     http2_core.end_session(s)
     release(s.out_kept)
     release(s)
 
 
 @nb.njit
-def _end_session(me, fd):  # type: ignore[no-untyped-def]
+def _end_session(me, fd):
     """Free the session of an HTTP/2 connection. Python is told which streams are lost, and readers which jobs are."""
     conn = connection_at(me.conns, fd)
     s, away = conn.session, 0
@@ -148,7 +148,7 @@ def _end_session(me, fd):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def wait_for_turn(me, fd):  # type: ignore[no-untyped-def]
+def wait_for_turn(me, fd):
     """Have this connection go on after others have had their turn."""
     row = connection_at(me.conns, fd)
     if row.flags & WAITS == 0:
@@ -158,7 +158,7 @@ def wait_for_turn(me, fd):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _let_go(me, fd):  # type: ignore[no-untyped-def]
+def _let_go(me, fd):
     """Free what a connection holds: its answer, its session, and the bytes of its requests."""
     row = connection_at(me.conns, fd)
     let_go_of_answer(me, fd)
@@ -169,7 +169,7 @@ def _let_go(me, fd):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def end(me, fd, abort):  # type: ignore[no-untyped-def]
+def end(me, fd, abort):
     """End a connection. `abort`: reset it and drop what the client has not read."""
     _let_go(me, fd)
     if abort:
@@ -180,7 +180,7 @@ def end(me, fd, abort):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def end_after_answer(me, fd, now):  # type: ignore[no-untyped-def]
+def end_after_answer(me, fd, now):
     """End a connection whose last answer is in the socket.
 
     Closing a socket with unread bytes resets the connection, and the client may lose the answer. So this side ends its sending half first; what the
@@ -202,7 +202,7 @@ def end_after_answer(me, fd, now):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def start_serving(me, fd, now, off):  # type: ignore[no-untyped-def]
+def start_serving(me, fd, now, off):
     """Serve a connection on the reactor that has the fewest. `off` is TURNED_OFF or 0. False where epoll cannot watch it."""
     owner = me.number
     for other in range(me.limits.reactors):
@@ -232,7 +232,7 @@ def start_serving(me, fd, now, off):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def listen(me, how):  # type: ignore[no-untyped-def]
+def listen(me, how):
     """Have epoll report connections that wait to be accepted (EPOLL_ADD), or stop reporting them (EPOLL_DEL)."""
     epoll = me.line.epoll
     epoll_set(epoll, how, me.listener, READABLE | EXCLUSIVE, LISTENER)
@@ -241,19 +241,19 @@ def listen(me, how):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _pause(me, why):  # type: ignore[no-untyped-def]
+def _pause(me, why):
     listen(me, EPOLL_DEL)
     me.line.paused = why
 
 
 @nb.njit
-def accept_again(me):  # type: ignore[no-untyped-def]
+def accept_again(me):
     me.line.paused = 0
     listen(me, EPOLL_ADD)
 
 
 @nb.njit
-def _start_new(me, fd, now):  # type: ignore[no-untyped-def]
+def _start_new(me, fd, now):
     if fd >= me.limits.most_descriptors:
         return False
     connection_at(me.conns, fd).tls = connection_at(me.conns, fd).caller_bytes = 0
@@ -261,7 +261,7 @@ def _start_new(me, fd, now):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def accept_new(me, listener, now):  # type: ignore[no-untyped-def]
+def accept_new(me, listener, now):
     for _ in range(ACCEPTED):
         fd = accept(listener)
         if fd == -EINTR:
@@ -285,7 +285,7 @@ def accept_new(me, listener, now):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def send_first(me, fd, at, size):  # type: ignore[no-untyped-def]
+def send_first(me, fd, at, size):
     """Send an answer from the reactor's own memory, and keep what the socket does not take."""
     row = connection_at(me.conns, fd)
     sent = 0
@@ -312,7 +312,7 @@ def send_first(me, fd, at, size):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def lose_client(me, fd):  # type: ignore[no-untyped-def]
+def lose_client(me, fd):
     """Note that the client of an HTTP/1.1 connection has gone while its request is elsewhere."""
     row = connection_at(me.conns, fd)
     row.lost = 1
@@ -321,7 +321,7 @@ def lose_client(me, fd):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def go_on(me, fd):  # type: ignore[no-untyped-def]
+def go_on(me, fd):
     """Send 100 Continue."""
     took = send(me, fd, nb.int64(_CONTINUE.ctypes.data), _CONTINUE.size, 0)
     if took not in (_CONTINUE.size, -EAGAIN, -EINTR):
@@ -329,7 +329,7 @@ def go_on(me, fd):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def probe_client(me, fd):  # type: ignore[no-untyped-def]
+def probe_client(me, fd):
     """Send an interim answer (RFC 9110, 15.2) to a client whose request is elsewhere: if the client has gone, this resets the connection. Not for HTTP/1.0."""
     at = connection_at(me.conns, fd).in_at
     while load_u8(at, 1) != _LF:
@@ -339,7 +339,7 @@ def probe_client(me, fd):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def set_send_deadline(me, fd, size):  # type: ignore[no-untyped-def]
+def set_send_deadline(me, fd, size):
     """Set the deadline of an answer: a fixed time, and the time for its bytes at the slowest rate allowed."""
     slowest = size * 1_000_000_000 // me.limits.slowest_rate
     connection_at(me.conns, fd).moved_ns = monotonic_ns()
@@ -347,7 +347,7 @@ def set_send_deadline(me, fd, size):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def send_on(me, fd):  # type: ignore[no-untyped-def]
+def send_on(me, fd):
     """Send more of an answer. Returns True once all of it was sent; marks a connection that is lost."""
     row = connection_at(me.conns, fd)
     moved = False

@@ -24,7 +24,7 @@ KEPT_BYTES = 1 << 16  # of unsent frames; from here on the reactor reads nothing
 
 
 @nb.njit
-def bind_frames(me, fd, s):  # type: ignore[no-untyped-def]
+def bind_frames(me, fd, s):
     """Lend a session the reactor's memory for frames, unless it has kept frames; and memory for pieces, unless TLS would copy them."""
     if s.out_kept == 0:
         s.out_at = s.piece_from = me.frames
@@ -34,7 +34,7 @@ def bind_frames(me, fd, s):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _keep_frames(me, fd, s, left):  # type: ignore[no-untyped-def]
+def _keep_frames(me, fd, s, left):
     """The address of a session's memory for `left` unsent bytes of frames and some more; 0: no memory."""
     kept = allocate(left + KEPT_BYTES)
     if kept != 0:
@@ -47,7 +47,7 @@ def _keep_frames(me, fd, s, left):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _flush_pieces(me, fd, s):  # type: ignore[no-untyped-def]
+def _flush_pieces(me, fd, s):
     """`flush` for pieces."""
     row = connection_at(me.conns, fd)
     http2_out.end_part(s)
@@ -87,7 +87,7 @@ def _flush_pieces(me, fd, s):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def flush(me, fd, s):  # type: ignore[no-untyped-def]
+def flush(me, fd, s):
     """Send the frames that were written. Returns True where all were sent; marks a connection that is lost."""
     if s.pieces_used > 0:
         return _flush_pieces(me, fd, s)
@@ -127,7 +127,7 @@ def flush(me, fd, s):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def push_row(me, fd, s, row):  # type: ignore[no-untyped-def]
+def push_row(me, fd, s, row):
     """`http2_out.push`, and tell Python which of its blocks were sent."""
     stream = row.id
     is_away = row.state & http2_layout.AWAY != 0
@@ -142,7 +142,7 @@ def push_row(me, fd, s, row):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def set_deadline(me, row):  # type: ignore[no-untyped-def]
+def set_deadline(me, row):
     """Set the deadline of the first block of a stream."""
     block = row.first_out
     if block == 0:
@@ -153,7 +153,7 @@ def set_deadline(me, row):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def push_all(me, fd, s):  # type: ignore[no-untyped-def]
+def push_all(me, fd, s):
     """Write what waits on all streams, in turn, as far as windows, room and socket allow."""
     rows, room = s.streams, s.streams_room
     while s.waiting > 0:

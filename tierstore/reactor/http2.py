@@ -60,7 +60,7 @@ _TURN_STREAMS = 64  # streams begun before other connections have their turn
 
 
 @nb.njit
-def _finish_turn(me, fd, s, now):  # type: ignore[no-untyped-def]
+def _finish_turn(me, fd, s, now):
     """Send what was written; note what a connection holds and its deadline. The connection may be closed afterwards."""
     row = connection_at(me.conns, fd)
     if row.lost == 0 and flush(me, fd, s) and s.waiting > 0:
@@ -83,7 +83,7 @@ def _finish_turn(me, fd, s, now):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _read_frames(me, fd, now):  # type: ignore[no-untyped-def]
+def _read_frames(me, fd, now):
     """Read what has come and act on it. The connection may be closed afterwards."""
     row = connection_at(me.conns, fd)
     s, base, have, came = row.session, me.buffer, nb.int64(0), 0
@@ -164,7 +164,7 @@ def _read_frames(me, fd, now):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _on_message(me, fd, message, now):  # type: ignore[no-untyped-def]
+def _on_message(me, fd, message, now):
     """Do what a message of Python asks for a stream, which may have closed. The connection may be closed afterwards."""
     what, serial, value, size = message.what, message.serial, message.value, message.more
     kind, stream = what & 255, what >> STREAM_SHIFT
@@ -202,7 +202,7 @@ def _on_message(me, fd, message, now):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _on_job(me, fd, number, now):  # type: ignore[no-untyped-def]
+def _on_job(me, fd, number, now):
     """Take back a finished job; its stream may have closed. The connection may be closed afterwards."""
     job, conn = job_at(me.jobs, number), connection_at(me.conns, fd)
     s = conn.session if conn.state == HTTP2 and conn.serial == job.serial else 0
@@ -216,7 +216,7 @@ def _on_job(me, fd, number, now):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _sweep(me, fd, now, stall):  # type: ignore[no-untyped-def]
+def _sweep(me, fd, now, stall):
     """Reset late streams. End a connection that is late or idle, or that has no request when the service ends."""
     conn = connection_at(me.conns, fd)
     s, row, limits = conn.session, conn.session.streams, me.limits

@@ -31,7 +31,7 @@ from tierstore.wire import callers
 
 
 @nb.njit
-def count(me, variant, began, planned, ran, sent):  # type: ignore[no-untyped-def]
+def count(me, variant, began, planned, ran, sent):
     at = version_counts_at(me.counts, variant.counts)
     took = sent - began
     bucket, beyond = 0, BOUNDS.size
@@ -51,7 +51,7 @@ def count(me, variant, began, planned, ran, sent):  # type: ignore[no-untyped-de
 
 
 @nb.njit
-def acquire_job(me):  # type: ignore[no-untyped-def]
+def acquire_job(me):
     """(number, job) of a free job. The caller knows that there is one."""
     me.free_jobs.count -= 1
     number = me.free_jobs.numbers[me.free_jobs.count]
@@ -61,13 +61,13 @@ def acquire_job(me):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _free_job(me, number):  # type: ignore[no-untyped-def]
+def _free_job(me, number):
     me.free_jobs.numbers[me.free_jobs.count] = number
     me.free_jobs.count += 1
 
 
 @nb.njit
-def read_cached(me, view, tail, data):  # type: ignore[no-untyped-def]
+def read_cached(me, view, tail, data):
     """Read rows that memory lacks for the run at `me.bound` into `data`, if they are few and in the page cache.
 
     Returns `by_plan.ANSWERED`, COLD, or ELSEWHERE, where the compiled readers cannot reach some rows.
@@ -81,12 +81,12 @@ def read_cached(me, view, tail, data):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _values_bytes(variant):  # type: ignore[no-untyped-def]
+def _values_bytes(variant):
     return answer_values.values_bytes(variant.outputs if variant.scoring == 0 else variant.scoring.scores)
 
 
 @nb.njit
-def kept_bytes(me, variant):  # type: ignore[no-untyped-def]
+def kept_bytes(me, variant):
     """The bytes of what `keep` keeps, from a multiple of 8 on."""
     size = nb.int64(0)
     if me.record.decoded != 0:
@@ -97,13 +97,13 @@ def kept_bytes(me, variant):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def as_json_bytes(me, variant):  # type: ignore[no-untyped-def]
+def as_json_bytes(me, variant):
     """The most bytes that an answer with the values at `me.values` takes once more as JSON."""
     return json_answer.most_bytes(variant, me.values) if variant.as_json != 0 else nb.int64(0)
 
 
 @nb.njit
-def keep(me, variant, job, at):  # type: ignore[no-untyped-def]
+def keep(me, variant, job, at):
     """Keep for a job what lies in the reactor's own memory: data that were written apart, and what an answer in JSON needs."""
     record = me.record
     if record.decoded != 0:
@@ -119,7 +119,7 @@ def keep(me, variant, job, at):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def make_job(me, fd, plan, variant, view, begin, probed, began, planned):  # type: ignore[no-untyped-def]
+def make_job(me, fd, plan, variant, view, begin, probed, began, planned):
     """Make a job for the readers from the run at `me.bound`. The bytes of the answer before its data are at `begin`.
 
     `probed`: memory has answered what it holds, and readers add what is on disk; otherwise readers do all look-ups. Returns the job's number, or -1:
@@ -162,7 +162,7 @@ def make_job(me, fd, plan, variant, view, begin, probed, began, planned):  # typ
 
 
 @nb.njit
-def give_away(me, plan, number):  # type: ignore[no-untyped-def]
+def give_away(me, plan, number):
     """Note a job's caller, and what keeps its view alive."""
     found, job = me.found, cold_reads.job_at(me.jobs, number)
     job.caller_rates = callers.bucket_of(found.caller)
@@ -172,7 +172,7 @@ def give_away(me, plan, number):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def await_job(me, fd, number, closing):  # type: ignore[no-untyped-def]
+def await_job(me, fd, number, closing):
     """Note in an HTTP/1.1 connection which job it waits for. The job is handed out once the request's bytes have their place."""
     connection_at(me.conns, fd).job = number + 1
     if closing:
@@ -180,7 +180,7 @@ def await_job(me, fd, number, closing):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def hand_out(me, number):  # type: ignore[no-untyped-def]
+def hand_out(me, number):
     """Give a job to the readers, or to the threads that run graphs. False if neither took it: the job is over, and Python gets the request."""
     job, message = cold_reads.job_at(me.jobs, number), me.message
     message.what = number
@@ -194,7 +194,7 @@ def hand_out(me, number):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def submit(me, fd):  # type: ignore[no-untyped-def]
+def submit(me, fd):
     """Hand out a connection's job. Its request stays in place until the job is done."""
     row = connection_at(me.conns, fd)
     number = row.job - 1
@@ -205,7 +205,7 @@ def submit(me, fd):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _give_back(job):  # type: ignore[no-untyped-def]
+def _give_back(job):
     """Give back what a request was charged, because Python charges it again."""
     keys = job.keys
     size, began = job.body_bytes, job.began_ns
@@ -214,7 +214,7 @@ def _give_back(job):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def end_job(me, number):  # type: ignore[no-untyped-def]
+def end_job(me, number):
     """Count a finished job, or give back its charge; free its number but not its memory. Returns whether it has an answer."""
     job = cold_reads.job_at(me.jobs, number)
     answered = job.outcome == cold_reads.DONE
@@ -233,13 +233,13 @@ def end_job(me, number):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def reason_of(job):  # type: ignore[no-untyped-def]
+def reason_of(job):
     """The reason why Python must answer the request of a job without an answer."""
     return PREDICTION if job.outcome == cold_reads.RETURNED else ROWS_ON_DISK
 
 
 @nb.njit
-def _text_of(me, job, closing):  # type: ignore[no-untyped-def]
+def _text_of(me, job, closing):
     """(the block of a job's answer in JSON, where the answer begins in it, its bytes), and free the job's own block."""
     release(job.block)
     text = job.text_at + json_answer.HEAD_ROOM
@@ -248,7 +248,7 @@ def _text_of(me, job, closing):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def finish_job(me, number):  # type: ignore[no-untyped-def]
+def finish_job(me, number):
     """Take back a finished HTTP/1.1 job. Returns its connection if there is an answer to send, or -1."""
     job = cold_reads.job_at(me.jobs, number)
     unwritten = job.outcome == cold_reads.DONE and job.values != 0 and job.text_at == 0
@@ -279,7 +279,7 @@ def finish_job(me, number):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def drop_job(me, number):  # type: ignore[no-untyped-def]
+def drop_job(me, number):
     """Take back a job that was not handed out, because its request cannot be kept."""
     job = cold_reads.job_at(me.jobs, number)
     release(job.block)

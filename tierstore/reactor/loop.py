@@ -132,7 +132,7 @@ _TOO_SLOW = np.frombuffer(
 
 
 @nb.njit
-def _on_connection(me, fd, mask, now):  # type: ignore[no-untyped-def]
+def _on_connection(me, fd, mask, now):
     """Note what an event reports. Returns True if the connection can be read now."""
     row = connection_at(me.conns, fd)
     state, has_ended = row.state, mask & HALF_CLOSED != 0 and row.flags & ENDED == 0
@@ -160,7 +160,7 @@ def _on_connection(me, fd, mask, now):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _read(me, fd, now):  # type: ignore[no-untyped-def]
+def _read(me, fd, now):
     if connection_at(me.conns, fd).state == HTTP2:
         call_at(me.http2, me, FRAMES, fd, now, 0, 0)
     else:
@@ -168,7 +168,7 @@ def _read(me, fd, now):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _make_room(me, fd, serial, now):  # type: ignore[no-untyped-def]
+def _make_room(me, fd, serial, now):
     """End a silent connection, unless its client has just begun to send."""
     row = connection_at(me.conns, fd)
     if row.serial != serial or row.owner != me.number or row.flags & (MAY_READ | WAITS) != 0:
@@ -183,7 +183,7 @@ def _make_room(me, fd, serial, now):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _on_message(me, message, now):  # type: ignore[no-untyped-def]
+def _on_message(me, message, now):
     """Do what a message of Python asks for. Flags are in the same word as its serial. Returns the connection to read next, or -1."""
     what = message.what
     kind, fd = what & 255, (what & FIRST_PART) >> 8
@@ -230,7 +230,7 @@ def _on_message(me, message, now):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _sweep(me, now):  # type: ignore[no-untyped-def]
+def _sweep(me, now):
     """End late connections, and idle connections when the service ends. Try again to accept.
 
     The more bytes wait to be sent, the sooner a client that reads nothing of its answer is late.
@@ -329,7 +329,7 @@ def serve(at: Any) -> Any:
 
 
 @nb.njit
-def _write_message(pipe, what, serial, value, more):  # type: ignore[no-untyped-def]
+def _write_message(pipe, what, serial, value, more):
     message = message_at(stack_bytes(MESSAGE_BYTES))
     message.what, message.serial, message.value, message.more = what, serial, value, more
     wrote = write(pipe, message, MESSAGE_BYTES)
@@ -337,7 +337,7 @@ def _write_message(pipe, what, serial, value, more):  # type: ignore[no-untyped-
 
 
 @nb.njit
-def _send_block(pipe, what, serial, block, size, inflight):  # type: ignore[no-untyped-def]
+def _send_block(pipe, what, serial, block, size, inflight):
     """Send a block to a reactor, which frees it; until then it counts as held. Returns 0; or minus the error number, with the block freed."""
     add_at(inflight, size)
     failed = _write_message(pipe, what, serial, block, size)

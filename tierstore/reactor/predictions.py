@@ -35,7 +35,7 @@ from tierstore.wire import request_record
 
 
 @nb.njit
-def expected_ns(me):  # type: ignore[no-untyped-def]
+def expected_ns(me):
     """How long a prediction that comes now would wait for a thread, by the rule of `Waits.expected_s`; or FULL."""
     queued, threads = (
         relaxed_i64(place(me.shared, "queued")) + relaxed_i64(place(me.shared, "other_queued")),
@@ -49,7 +49,7 @@ def expected_ns(me):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def bind_scores(me, variant):  # type: ignore[no-untyped-def]
+def bind_scores(me, variant):
     """Check the sizes of the prediction whose run is at `me.bound`. Returns the bytes of the answer's data, or -1: Python must check."""
     run = me.bound
     data = scoring.bind(variant, me.record, me.values)
@@ -60,7 +60,7 @@ def bind_scores(me, variant):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def make_prediction(me, fd, plan, variant, view, tail, short, begin, data, of_request, since, timeout_ns, began):  # type: ignore[no-untyped-def]
+def make_prediction(me, fd, plan, variant, view, tail, short, begin, data, of_request, since, timeout_ns, began):
     """Begin the prediction whose run is at `me.bound`. The bytes of its answer before its `data` bytes are at `begin`, HEAD_ROOM at most.
 
     `of_request`: bytes of the request that are not counted as held; `since`: when its first bytes came, 0: all came at once; `timeout_ns`: its time from
@@ -122,7 +122,7 @@ def make_prediction(me, fd, plan, variant, view, tail, short, begin, data, of_re
 
 
 @nb.njit
-def timeout_of(me):  # type: ignore[no-untyped-def]
+def timeout_of(me):
     """The earliest timeout, in ns, of the request whose head is in `found` and whose description is in the record; 0: none."""
     timeout = me.found.timeout_ms * 1_000_000
     own = request_record.row_at(me.record, 0).timeout_us * 1000

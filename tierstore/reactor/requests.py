@@ -74,7 +74,7 @@ _HEAD_TOO_LARGE, _NO_HTTP = (
 
 
 @nb.njit
-def _preface(at, size):  # type: ignore[no-untyped-def]
+def _preface(at, size):
     """How many of the `size` bytes at `at` match the beginning of the HTTP/2 preface; 0 where they are something else."""
     size = min(size, PREFACE.size)
     for i in range(size):
@@ -84,7 +84,7 @@ def _preface(at, size):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _begin_http2(me, fd):  # type: ignore[no-untyped-def]
+def _begin_http2(me, fd):
     """Begin an HTTP/2 session on a connection that sent the preface. False: no memory."""
     s = allocate(SESSION_BYTES)
     if s == 0:
@@ -96,7 +96,7 @@ def _begin_http2(me, fd):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _refuse(me, fd, text, size):  # type: ignore[no-untyped-def]
+def _refuse(me, fd, text, size):
     """Answer bytes that are not HTTP with an error, and end the connection with it. Returns `size`: all bytes are consumed."""
     connection_at(me.conns, fd).flags |= CLOSES
     send_first(me, fd, nb.int64(text.ctypes.data), text.size)
@@ -104,7 +104,7 @@ def _refuse(me, fd, text, size):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _give(me, fd, whole, reason, closing):  # type: ignore[no-untyped-def]
+def _give(me, fd, whole, reason, closing):
     """Leave a request of `whole` bytes to Python."""
     row = connection_at(me.conns, fd)
     me.line.reasons[reason] += 1
@@ -115,7 +115,7 @@ def _give(me, fd, whole, reason, closing):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _give_head(me, fd, size, whole, reason):  # type: ignore[no-untyped-def]
+def _give_head(me, fd, size, whole, reason):
     """Have Python refuse the request of `whole` bytes, of which `size` have come, and drop the bytes that follow.
 
     With CHUNKED for `whole` its length is unknown, so the connection ends with the answer.
@@ -128,18 +128,18 @@ def _give_head(me, fd, size, whole, reason):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _reason(at, size):  # type: ignore[no-untyped-def]
+def _reason(at, size):
     """The reason why a request whose head has an unknown form goes to Python."""
     return HEADER if http1_head.is_ours(at, size) else OTHER
 
 
 @nb.njit
-def _most(me, at, size):  # type: ignore[no-untyped-def]
+def _most(me, at, size):
     return me.limits.most_body if http1_head.is_ours(at, size) else me.limits.most_upload
 
 
 @nb.njit
-def _frame(me, fd, at, size):  # type: ignore[no-untyped-def]
+def _frame(me, fd, at, size):
     """`_request` for a request that Python gets as soon as it is whole."""
     row, found = connection_at(me.conns, fd), me.found
     form = http1_frame.frame_at(at, size, found)
@@ -166,7 +166,7 @@ def _frame(me, fd, at, size):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _read_chunks(me, fd, at, size):  # type: ignore[no-untyped-def]
+def _read_chunks(me, fd, at, size):
     """`_request` for a request whose body comes in chunks."""
     row, found = connection_at(me.conns, fd), me.found
     came, left = http1_frame.decode(row, at, size, _most(me, at, size))
@@ -185,7 +185,7 @@ def _read_chunks(me, fd, at, size):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _ends_head(at, begin, size):  # type: ignore[no-untyped-def]
+def _ends_head(at, begin, size):
     """Whether an empty line, which ends a head, ends in the bytes from `begin` on, of `size` at `at`."""
     for i in range(max(begin, 2), size):
         if load_u8(at, i) == _LF and load_u8(at, i - 1) == _CR and load_u8(at, i - 2) == _LF:
@@ -194,7 +194,7 @@ def _ends_head(at, begin, size):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _request(me, fd, at, size):  # type: ignore[no-untyped-def]
+def _request(me, fd, at, size):
     """Handle the request that begins the `size` bytes at `at`. Returns how many bytes are consumed; 0: more must come first.
 
     The connection's state tells the result: AWAY, Python or a reader has the request; HTTP2, it was a preface (which is no HTTP until HTTP/2 is
@@ -248,7 +248,7 @@ def _request(me, fd, at, size):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _keep(me, fd, base, at, left):  # type: ignore[no-untyped-def]
+def _keep(me, fd, base, at, left):
     """Keep `left` bytes from `base + at` on, with room for the request that they begin. False: no memory."""
     row = connection_at(me.conns, fd)
     if left == 0:
@@ -277,7 +277,7 @@ def _keep(me, fd, base, at, left):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _hand_on(me, fd, now):  # type: ignore[no-untyped-def]
+def _hand_on(me, fd, now):
     """Give the request at the beginning of a connection's bytes to Python."""
     row = connection_at(me.conns, fd)
     row.deadline_ns, row.moved_ns = 0, now
@@ -287,7 +287,7 @@ def _hand_on(me, fd, now):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def read_requests(me, fd, now):  # type: ignore[no-untyped-def]
+def read_requests(me, fd, now):
     """Read what has come, and answer the requests that are whole. The connection may be closed afterwards."""
     row = connection_at(me.conns, fd)
     answered = came = 0
@@ -377,7 +377,7 @@ def read_requests(me, fd, now):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def continue_sending(me, fd, now):  # type: ignore[no-untyped-def]
+def continue_sending(me, fd, now):
     """Send more of an answer. Returns True if the connection can be read now."""
     row = connection_at(me.conns, fd)
     if not send_on(me, fd):

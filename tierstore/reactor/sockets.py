@@ -22,14 +22,14 @@ _RECORD_BYTES = 1 << 14
 
 
 @nb.njit
-def _call(function, session, at, size):  # type: ignore[no-untyped-def]
+def _call(function, session, at, size):
     """The C int that a function returns."""
     got = call_at(function, session, at, size, 0, 0, 0)
     return nb.int64(nb.int32(got))
 
 
 @nb.njit
-def _receive_tls(me, row, at, room):  # type: ignore[no-untyped-def]
+def _receive_tls(me, row, at, room):
     """`receive` with TLS. Returns less than `room` only where the socket has nothing more, or with ENDED set."""
     session, got = row.tls, nb.int64(0)
     while got < room:
@@ -49,7 +49,7 @@ def _receive_tls(me, row, at, room):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def receive(me, fd, at, room):  # type: ignore[no-untyped-def]
+def receive(me, fd, at, room):
     """`sysio.receive` on a connection."""
     row = connection_at(me.conns, fd)
     if row.tls != 0:
@@ -58,7 +58,7 @@ def receive(me, fd, at, room):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _write(me, session, at, size):  # type: ignore[no-untyped-def]
+def _write(me, session, at, size):
     """Send one record. Returns the bytes taken, or minus the error number."""
     _call(me.limits.openssl.clear_errors, 0, 0, 0)
     took = _call(me.limits.openssl.write, session, at, min(size, _MOST))
@@ -69,7 +69,7 @@ def _write(me, session, at, size):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def send(me, fd, at, size, more):  # type: ignore[no-untyped-def]
+def send(me, fd, at, size, more):
     """`sysio.send` on a connection. After EAGAIN the same bytes must be sent next; others may follow them."""
     if connection_at(me.conns, fd).tls == 0:
         return sysio.send(fd, at, size, more)
@@ -87,7 +87,7 @@ def send(me, fd, at, size, more):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def end_tls(me, fd, abort):  # type: ignore[no-untyped-def]
+def end_tls(me, fd, abort):
     """Free a connection's TLS session, if it has one. Without `abort`, tell the other side of the end first."""
     row = connection_at(me.conns, fd)
     session, row.tls = row.tls, 0

@@ -41,19 +41,19 @@ MOST_AWAY = 2048  # streams that Python has, over all connections; for each its 
 
 
 @nb.njit
-def _is_full(me):  # type: ignore[no-untyped-def]
+def _is_full(me):
     return acquire_i64(place(me.shared, "streams_away")) >= MOST_AWAY
 
 
 @nb.njit
-def _refuse(me, s, row):  # type: ignore[no-untyped-def]
+def _refuse(me, s, row):
     """Refuse a request that was not started, so that its client may send it again."""
     http2_out.write_reset(s, row.id, http2_layout.REFUSED_STREAM)
     http2_out.close_row(s, row)
 
 
 @nb.njit
-def _give(me, fd, s, row, kind, reason):  # type: ignore[no-untyped-def]
+def _give(me, fd, s, row, kind, reason):
     """Give a stream's head, and the body behind it, to Python, which frees both."""
     me.line.reasons[reason] += 1
     at, size, head = row.at, row.bytes, row.head_bytes
@@ -74,7 +74,7 @@ def _give(me, fd, s, row, kind, reason):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def report_data(me, fd, s, row):  # type: ignore[no-untyped-def]
+def report_data(me, fd, s, row):
     """Give Python the data of a stream that have come, and its end, once Python has consumed the data before."""
     state = row.state
     ended = 1 if state & http2_layout.ENDED else 0
@@ -92,7 +92,7 @@ def report_data(me, fd, s, row):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def lose(me, fd, s, row):  # type: ignore[no-untyped-def]
+def lose(me, fd, s, row):
     """Close a stream that was reset, by its client or for an error."""
     if row.state & http2_layout.HAS_JOB:
         job_at(me.jobs, row.job).lost = 1
@@ -107,7 +107,7 @@ def lose(me, fd, s, row):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _call(me, fd, row, body, size, now):  # type: ignore[no-untyped-def]
+def _call(me, fd, row, body, size, now):
     """Answer the call whose body is `size` bytes, as `calls.answer_call` does."""
     if size < http2_calls.PREFIX or load_u8(body, 0) != 0 or read_u32(body + 1) != size - http2_calls.PREFIX:
         return DESCRIPTION
@@ -130,7 +130,7 @@ def _call(me, fd, row, body, size, now):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _answer(me, fd, s, row, came, at, size):  # type: ignore[no-untyped-def]
+def _answer(me, fd, s, row, came, at, size):
     """Answer a call with a message, or with the header block of a status (TURNED_AWAY). The bytes at `at` may change afterwards."""
     request_id, request_id_bytes = row.at + row.request_id_at, row.request_id_bytes
     if came == TURNED_AWAY:
@@ -149,7 +149,7 @@ def _answer(me, fd, s, row, came, at, size):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def on_job(me, fd, s, row, number):  # type: ignore[no-untyped-def]
+def on_job(me, fd, s, row, number):
     """Take back a finished job. `row` is its stream, or 0 if the stream has closed."""
     job = job_at(me.jobs, number)
     answered = end_job(me, number)
@@ -171,7 +171,7 @@ def on_job(me, fd, s, row, number):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _submit(me, fd, s, row, number):  # type: ignore[no-untyped-def]
+def _submit(me, fd, s, row, number):
     """Hand out the job of a stream's call together with the request, which may outlive the stream."""
     job = job_at(me.jobs, number)
     job.stream, job.request, job.request_bytes = row.id, row.at, row.bytes
@@ -187,7 +187,7 @@ def _submit(me, fd, s, row, number):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _on_request(me, fd, s, row, body, size, now):  # type: ignore[no-untyped-def]
+def _on_request(me, fd, s, row, body, size, now):
     """Answer a whole request, or make a job of it, or give it to Python."""
     if row.state & http2_layout.TOO_LARGE:
         _give(me, fd, s, row, STREAM_REQUEST, SIZE)
@@ -209,7 +209,7 @@ def _on_request(me, fd, s, row, body, size, now):  # type: ignore[no-untyped-def
 
 
 @nb.njit
-def on_event(me, fd, s, event, now):  # type: ignore[no-untyped-def]
+def on_event(me, fd, s, event, now):
     """Act on the result of `core.step`."""
     row, at, size = s.event_row, s.event_at, s.event_bytes
     if event == http2_layout.REQUEST:
@@ -237,7 +237,7 @@ def on_event(me, fd, s, event, now):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def shed(me, fd, s):  # type: ignore[no-untyped-def]
+def shed(me, fd, s):
     """Reset streams whose requests are arriving, or wait for Python, because there is no room for them."""
     row = s.streams
     for _ in range(s.streams_room):

@@ -15,7 +15,7 @@ _BYTES = types.Array(types.uint8, 1, "C", readonly=True, aligned=True)
 
 
 @compiled(types.int64(_BYTES, types.Array(types.uint8, 1, "C"), types.Array(types.int64, 1, "C")))
-def _split(wire, data, offsets):  # type: ignore[no-untyped-def]
+def _split(wire, data, offsets):
     """Split the elements. Returns the number of wire bytes used, or -1 - i where element i runs past the end."""
     size = len(wire)
     at = filled = np.int64(0)
@@ -45,7 +45,7 @@ def _split(wire, data, offsets):  # type: ignore[no-untyped-def]
 @compiled(
     types.void(_BYTES, types.Array(types.int64, 1, "C", readonly=True), types.Array(types.uint8, 1, "C")),
 )
-def _join(data, offsets, wire):  # type: ignore[no-untyped-def]
+def _join(data, offsets, wire):
     at = np.int64(0)
     for i in range(len(offsets) - 1):
         length = offsets[i + 1] - offsets[i]

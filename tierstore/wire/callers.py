@@ -28,7 +28,7 @@ NOBODY, EVERYBODY = 0, -1  # results of `caller_of`
 
 
 @nb.njit
-def is_own_host(table, at, n):  # type: ignore[no-untyped-def]
+def is_own_host(table, at, n):
     """Whether the `n` bytes of a Host header or of `:authority` are a value that Python's access check has accepted."""
     for k in range(table.hosts):
         own = text_at(table.first_host, k)
@@ -38,7 +38,7 @@ def is_own_host(table, at, n):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def caller_of(table, at, n):  # type: ignore[no-untyped-def]
+def caller_of(table, at, n):
     """The entry of the token in the `n` bytes of an Authorization header; EVERYBODY where none is needed; NOBODY for an unknown token.
 
     Secrets are compared in a time that does not depend on them.
@@ -59,7 +59,7 @@ def caller_of(table, at, n):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def may_look_up(caller, model):  # type: ignore[no-untyped-def]
+def may_look_up(caller, model):
     """Whether a caller may look up in the model with this slot."""
     if caller == EVERYBODY:
         return True
@@ -73,7 +73,7 @@ def may_look_up(caller, model):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def bucket_of(caller):  # type: ignore[no-untyped-def]
+def bucket_of(caller):
     """The address of a caller's rates, or 0."""
     if caller == EVERYBODY:
         return nb.int64(0)

@@ -63,13 +63,13 @@ _LENGTH_BYTES = 3
 
 
 @nb.njit
-def row_at(record, number):  # type: ignore[no-untyped-def]
+def row_at(record, number):
     """A row of the record: 0 is the request's, then the inputs', then the outputs'."""
     return _row_at(record_at(record, 1), number)
 
 
 @nb.njit
-def begin(record):  # type: ignore[no-untyped-def]
+def begin(record):
     """Make a record empty."""
     record.inputs = 0
     record.outputs = 0
@@ -80,13 +80,13 @@ def begin(record):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def clear_row(row):  # type: ignore[no-untyped-def]
+def clear_row(row):
     clear_bytes(row, _ROW_BYTES)
     row.size = NO_SIZE
 
 
 @nb.njit
-def _name_order(one, other):  # type: ignore[no-untyped-def]
+def _name_order(one, other):
     """Below 0, 0 or above: the order of two rows by their names."""
     for i in range(min(one.name_bytes, other.name_bytes)):
         difference = nb.int64(load_u8(one.name_at, i)) - nb.int64(load_u8(other.name_at, i))
@@ -96,7 +96,7 @@ def _name_order(one, other):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def sort_inputs(record):  # type: ignore[no-untyped-def]
+def sort_inputs(record):
     """Put the inputs in the order of their names (Shell sort: writers have few orders, most of them this one). False if two have the same name."""
     n = record.inputs
     first, kept = row_at(record, 1), row_at(record, 1 + 2 * MOST_TENSORS)
@@ -123,7 +123,7 @@ def sort_inputs(record):  # type: ignore[no-untyped-def]
 
 
 @nb.njit(inline="always")
-def _text(target, text, size):  # type: ignore[no-untyped-def]
+def _text(target, text, size):
     """Write a text, its length first. Returns what follows."""
     for i in range(_LENGTH_BYTES):
         store_u8(target, i, nb.uint8((size >> (8 * i)) & 255))
@@ -132,7 +132,7 @@ def _text(target, text, size):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def write_structure(record, target):  # type: ignore[no-untyped-def]
+def write_structure(record, target):
     """Write a record's structure to memory of MOST_STRUCTURE_BYTES. Returns its bytes; 0: it does not fit."""
     inputs, outputs = record.inputs, record.outputs
     room = MOST_STRUCTURE_BYTES

@@ -148,7 +148,7 @@ def _parse_mark(at: Any, size: Any, marks: Any, item: Any) -> Any:
 
 
 @nb.njit
-def _parse(server, targets):  # type: ignore[no-untyped-def]
+def _parse(server, targets):
     """Parse all complete elements that were received, and move the remaining bytes to the front of the buffer. Returns the new STATUS."""
     at, size = server.buffer_at, server.received
     begin = at

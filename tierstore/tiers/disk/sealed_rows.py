@@ -32,7 +32,7 @@ _KEYS = types.Array(types.int64, 1, "C", readonly=True)
 
 
 @nb.njit
-def _perhaps_changed(changed, keys, perhaps):  # type: ignore[no-untyped-def]
+def _perhaps_changed(changed, keys, perhaps):
     """Mark and count the `keys` that a delta may have changed; `changed` is the address of the address of the filter's layers."""
     layers, found = acquire_i64(changed), 0
     if layers != 0:
@@ -43,7 +43,7 @@ def _perhaps_changed(changed, keys, perhaps):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _look_up(files, keys, wanted, rows, row_bytes, state, trouble, window):  # type: ignore[no-untyped-def]
+def _look_up(files, keys, wanted, rows, row_bytes, state, trouble, window):
     return sealed_blocks.look_up(
         keys, wanted, rows, row_bytes, state, trouble,
         nb.carray(i64_at(files.fences_at), (files.fences,)), nb.carray(i64_at(files.part_starts_at), (files.parts + 1,)),
@@ -53,7 +53,7 @@ def _look_up(files, keys, wanted, rows, row_bytes, state, trouble, window):  # t
 
 
 @nb.njit
-def _look_up_changed(patches, count, keys, perhaps, rows, row_bytes, state, window):  # type: ignore[no-untyped-def]
+def _look_up_changed(patches, count, keys, perhaps, rows, row_bytes, state, window):
     """Answer the keys marked in `perhaps` that a patch has, and clear their marks.
 
     If a patch has a key but cannot answer it, the state stays PENDING and the mark is cleared too: no older patch may answer it. Returns the number
@@ -97,7 +97,7 @@ def _look_up_changed(patches, count, keys, perhaps, rows, row_bytes, state, wind
 
 
 @nb.njit
-def read(base, patches, count, changes, keys, rows, row_bytes, state, trouble, window):  # type: ignore[no-untyped-def]
+def read(base, patches, count, changes, keys, rows, row_bytes, state, trouble, window):
     """Answer `keys` (int64[n], distinct, by part and then ascending), whose states are PENDING: rows[i] and DISK, or ABSENT.
 
     `patches`: the address of the addresses of `count` patches, newest first. `changes`: BASE_ALONE, SOME or ALL. `rows`: the address of n rows of

@@ -49,18 +49,18 @@ _I64S = types.int64[::1]
 
 
 @nb.njit(inline="always")
-def _bucket(hashed, index):  # type: ignore[no-untyped-def]
+def _bucket(hashed, index):
     """The place of a key's first bucket, by its hash; with the hash from `_other`, of its second."""
     return nb.int64(((hashed >> _U64(32)) * _U64(index.size // WAYS)) >> _U64(32)) * WAYS
 
 
 @nb.njit(inline="always")
-def _other(hashed):  # type: ignore[no-untyped-def]
+def _other(hashed):
     return hashed * _S0
 
 
 @nb.njit(inline="always")
-def _find(index, hashed):  # type: ignore[no-untyped-def]
+def _find(index, hashed):
     """The place of the key's entry, or -1."""
     tag, start = (hashed << _U64(2)) & _TAG, _bucket(hashed, index)
     for _ in range(2):
@@ -72,7 +72,7 @@ def _find(index, hashed):  # type: ignore[no-untyped-def]
 
 
 @nb.njit(inline="always")
-def _place(index, hashed):  # type: ignore[no-untyped-def]
+def _place(index, hashed):
     """The place for the entry of a new key: in the emptier bucket; if both are full, over the entry with the least heat."""
     best, most_empty = nb.int64(-1), 0
     start = _bucket(hashed, index)
@@ -90,7 +90,7 @@ def _place(index, hashed):  # type: ignore[no-untyped-def]
 
 
 @nb.njit(inline="always")
-def _prefetch_ahead(index, keys, i):  # type: ignore[no-untyped-def]
+def _prefetch_ahead(index, keys, i):
     if i + _AHEAD < keys.size:
         hashed, base = mix(keys[i + _AHEAD]), nb.int64(index.ctypes.data)
         first, second = base + 8 * _bucket(hashed, index), base + 8 * _bucket(_other(hashed), index)

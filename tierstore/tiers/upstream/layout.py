@@ -13,6 +13,6 @@ ROWS_STEP = 64  # rows begin at a multiple of so many bytes from the answer's fi
 
 
 @nb.njit(inline="always")
-def rows_begin(n):  # type: ignore[no-untyped-def]
+def rows_begin(n):
     """Where the rows begin in an answer for `n` codes."""
     return (ANSWER_HEAD_BYTES + n + ROWS_STEP - 1) & ~(ROWS_STEP - 1)

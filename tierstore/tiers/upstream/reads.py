@@ -44,7 +44,7 @@ _I64S = types.int64[::1]
 
 
 @nb.njit
-def _begins(at, size, text):  # type: ignore[no-untyped-def]
+def _begins(at, size, text):
     """Whether the `size` bytes at an address begin with `text`, in any case."""
     if size < text.size:
         return False
@@ -56,7 +56,7 @@ def _begins(at, size, text):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _digits(at, size):  # type: ignore[no-untyped-def]
+def _digits(at, size):
     """The number in 1 to 18 digits, ignoring spaces in front; -1 if it is malformed."""
     while size > 0 and load_u8(at, 0) == _SPACE:
         at += 1
@@ -65,7 +65,7 @@ def _digits(at, size):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _read_head(node):  # type: ignore[no-untyped-def]
+def _read_head(node):
     """Read the head of an answer if it is complete. Returns the new STATUS."""
     at, size = node.buffer_at, node.received
     line, status, length = 0, -1, -1
@@ -91,7 +91,7 @@ def _read_head(node):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _read(node):  # type: ignore[no-untyped-def]
+def _read(node):
     """Receive available bytes of an answer. Returns the new STATUS."""
     got = receive(node.fd, node.buffer_at + node.received, node.buffer_bytes - node.received)
     if got <= 0:

@@ -17,14 +17,14 @@ _GMT = np.frombuffer(b" GMT", np.uint8)
 
 
 @nb.njit(inline="always")
-def _put(at, i, value, digits):  # type: ignore[no-untyped-def]
+def _put(at, i, value, digits):
     for k in range(digits):
         store_u8(at, i + digits - 1 - k, nb.uint8(48 + value % 10))
         value //= 10
 
 
 @nb.njit
-def write_date_at(seconds, at):  # type: ignore[no-untyped-def]
+def write_date_at(seconds, at):
     """Write the date of `seconds` since 1970 to DATE_BYTES bytes at an address."""
     days, of_day = seconds // 86400, seconds % 86400
     # days from 1 March of year 0, so that a leap day comes last (Hinnant, "chrono-compatible date algorithms")

@@ -40,7 +40,7 @@ _CHUNKED, _CONTINUE = (np.frombuffer(text, np.uint8) for text in (b"chunked", b"
 
 
 @nb.njit
-def _request_line(at, n, found):  # type: ignore[no-untyped-def]
+def _request_line(at, n, found):
     """The bytes of the request line with CR LF; or minus CUT or BAD."""
     i = 0
     while i < n and IN_NAME[load_u8(at, i)] != 0:
@@ -59,7 +59,7 @@ def _request_line(at, n, found):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def frame_at(at, n, found):  # type: ignore[no-untyped-def]
+def frame_at(at, n, found):
     """Frame the `n` bytes at address `at`: GOOD, with `found` filled (bytes of head and body, what ends); CUT; or BAD."""
     i = _request_line(at, n, found)
     if i <= 0:
@@ -98,7 +98,7 @@ def frame_at(at, n, found):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _hex(byte):  # type: ignore[no-untyped-def]
+def _hex(byte):
     if byte >= 48 and byte <= 57:
         return nb.int64(byte) - 48
     byte |= nb.uint8(32)
@@ -106,7 +106,7 @@ def _hex(byte):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _line_end(at, begin, n):  # type: ignore[no-untyped-def]
+def _line_end(at, begin, n):
     """The place of a line's CR LF; -1: it has not come yet; -2: there is a control byte in the line."""
     for i in range(begin, n):
         byte = load_u8(at, i)
@@ -120,7 +120,7 @@ def _line_end(at, begin, n):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _chunk_size(at, begin, end):  # type: ignore[no-untyped-def]
+def _chunk_size(at, begin, end):
     """The size in a chunk's first line, or -1; an extension behind it is ignored."""
     value, i = nb.int64(0), begin
     while i < end and _hex(load_u8(at, i)) >= 0:
@@ -134,7 +134,7 @@ def _chunk_size(at, begin, end):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def decode(row, at, size, most):  # type: ignore[no-untyped-def]
+def decode(row, at, size, most):
     """Remove chunk lines from the `size` bytes at an address, so that a request's body is one piece behind its head.
 
     The bytes before `row.chunks_at` are done. Returns (DONE, MORE, MALFORMED, or LARGE for a body above `most`; the number of bytes now).

@@ -113,7 +113,7 @@ _SPACE, _TAB, _CR, _LF, _COLON, _ZERO, _COMMA, _SEMICOLON, _STAR = 32, 9, 13, 10
 
 
 @nb.njit(inline="always")
-def _starts_with(at, n, wanted, begin, size):  # type: ignore[no-untyped-def]
+def _starts_with(at, n, wanted, begin, size):
     """Whether the `n` bytes at `at` have the wanted bytes from `begin` on: PLAIN, FOREIGN, or CUT where they are too few to tell."""
     for i in range(min(n, size)):
         if load_u8(at, i) != wanted[begin + i]:
@@ -122,7 +122,7 @@ def _starts_with(at, n, wanted, begin, size):  # type: ignore[no-untyped-def]
 
 
 @nb.njit(inline="always")
-def read_number(at, size, most_digits):  # type: ignore[no-untyped-def]
+def read_number(at, size, most_digits):
     """The number in `size` digits, or -1. With 19 digits the caller makes sure that it is below 2⁶³."""
     if size < 1 or size > most_digits:
         return nb.int64(-1)
@@ -136,7 +136,7 @@ def read_number(at, size, most_digits):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def read_version(at, n, begin, found):  # type: ignore[no-untyped-def]
+def read_version(at, n, begin, found):
     """Read the end of a request line, from `begin` on. Returns the bytes of the line with CR LF, or minus CUT or FOREIGN."""
     after = _starts_with(at + begin, n - begin, _VERSION, 0, _VERSION.size)
     if after != PLAIN:
@@ -153,7 +153,7 @@ def read_version(at, n, begin, found):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _path(at, n, found):  # type: ignore[no-untyped-def]
+def _path(at, n, found):
     """The bytes of the request line with CR LF; or minus CUT or FOREIGN."""
     kind, opening = INFER, _starts_with(at, n, _OPENINGS, 0, _OPENING_BYTES)
     while opening == FOREIGN and kind < ROWS:
@@ -180,7 +180,7 @@ def _path(at, n, found):  # type: ignore[no-untyped-def]
 
 
 @nb.njit(inline="always")
-def _is_spelled(number, at, size):  # type: ignore[no-untyped-def]
+def _is_spelled(number, at, size):
     """Whether the `size` bytes at `at`, all of IN_NAME, are the header name with this number, in any case."""
     spelled = _SPELLED_FROM[number]
     if _SPELLED_FROM[number + 1] - spelled != size:
@@ -192,17 +192,17 @@ def _is_spelled(number, at, size):  # type: ignore[no-untyped-def]
 
 
 @nb.njit(inline="always")
-def _is_text(byte):  # type: ignore[no-untyped-def]
+def _is_text(byte):
     return (byte >= _SPACE and byte != 127) or byte == _TAB
 
 
 @nb.njit(inline="always")
-def _is_blank(byte):  # type: ignore[no-untyped-def]
+def _is_blank(byte):
     return byte in (_SPACE, _TAB)
 
 
 @nb.njit
-def _is_plain(at, begin, end):  # type: ignore[no-untyped-def]
+def _is_plain(at, begin, end):
     """Whether a value is ASCII without tabs and does not end with a blank."""
     for i in range(begin, end):
         if load_u8(at, i) > 126 or load_u8(at, i) == _TAB:
@@ -214,7 +214,7 @@ UNREAD = 1 << 20  # the number of a header that nothing reads
 
 
 @nb.njit
-def read_line(at, n, begin):  # type: ignore[no-untyped-def]
+def read_line(at, n, begin):
     """The line at `begin`: (header's number, where its value begins, where the value ends, where the line ends). The number is -CUT, or -FOREIGN for no header."""
     hashed = _U64(0xCBF29CE484222325)
     i = begin
@@ -251,7 +251,7 @@ def read_line(at, n, begin):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def is_word(at, size, word):  # type: ignore[no-untyped-def]
+def is_word(at, size, word):
     """Whether `size` bytes at an address are `word` (in small letters), in any case."""
     if size != word.size:
         return False
@@ -265,7 +265,7 @@ def is_word(at, size, word):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def options(at, size):  # type: ignore[no-untyped-def]
+def options(at, size):
     """What Connection says. Bit 0: close; bit 1: an unknown option."""
     says, i = 0, 0
     while i <= size:
@@ -292,7 +292,7 @@ def options(at, size):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def is_sampled(at, size):  # type: ignore[no-untyped-def]
+def is_sampled(at, size):
     """Whether a `traceparent` asks for its trace to be recorded: the lowest bit of its flags, the last two of 55 bytes (W3C Trace Context, 3.2.2)."""
     if size < _TRACEPARENT:
         return False
@@ -301,7 +301,7 @@ def is_sampled(at, size):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _may_be_refused(at, size):  # type: ignore[no-untyped-def]
+def _may_be_refused(at, size):
     """Whether Accept-Encoding may refuse an uncompressed answer: it gives weights for `identity` or for all codings."""
     weighed = named = False
     for i in range(size):
@@ -312,7 +312,7 @@ def _may_be_refused(at, size):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def is_ours(at, n):  # type: ignore[no-untyped-def]
+def is_ours(at, n):
     """Whether `n` bytes at an address begin as a request that a reactor may answer."""
     for kind in range(ROWS + 1):
         if _starts_with(at, n, _OPENINGS, kind * _OPENING_BYTES, _OPENING_BYTES) == PLAIN:
@@ -321,7 +321,7 @@ def is_ours(at, n):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def parse_at(at, n, found):  # type: ignore[no-untyped-def]
+def parse_at(at, n, found):
     """Parse the head at address `at` of `n` bytes: PLAIN, with `found` filled; CUT; or FOREIGN."""
     i = _path(at, n, found)
     if i <= 0:

@@ -35,13 +35,13 @@ PREFIX = 5  # bytes before a gRPC message: whether it is compressed, its length
 
 
 @nb.njit
-def trailers_bytes(request_id_bytes):  # type: ignore[no-untyped-def]
+def trailers_bytes(request_id_bytes):
     """The most bytes that the trailers of a successful call take."""
     return _GOOD.size + (_REQUEST_ID.size + request_id_bytes + hpack.MOST_ADDED if request_id_bytes > 0 else 0)
 
 
 @nb.njit
-def write_trailers(target, request_id, request_id_bytes):  # type: ignore[no-untyped-def]
+def write_trailers(target, request_id, request_id_bytes):
     """Write grpc-status 0, and the request's id if it has one. Returns the bytes written."""
     copy_bytes(target, nb.int64(_GOOD.ctypes.data), _GOOD.size)
     if request_id_bytes == 0:
@@ -51,7 +51,7 @@ def write_trailers(target, request_id, request_id_bytes):  # type: ignore[no-unt
 
 
 @nb.njit
-def _write_call(s, row, message, size, request_id, request_id_bytes, most, stays):  # type: ignore[no-untyped-def]
+def _write_call(s, row, message, size, request_id, request_id_bytes, most, stays):
     """Write all frames of a call's answer, of at most `most` bytes each. `stays`: the sent part of the message is not copied."""
     stream = row.id
     write_headers(s, stream, nb.int64(_STARTS.ctypes.data), _STARTS.size, 0)
@@ -82,7 +82,7 @@ def _write_call(s, row, message, size, request_id, request_id_bytes, most, stays
 
 
 @nb.njit
-def refuse_call(s, row, head, size, request_id, request_id_bytes):  # type: ignore[no-untyped-def]
+def refuse_call(s, row, head, size, request_id, request_id_bytes):
     """Queue, as a block, a header block that has the status and, if there is one, the request's id. False: no memory."""
     room = _REQUEST_ID.size + request_id_bytes + hpack.MOST_ADDED
     block = allocate(block_bytes(size + room, 0, 0))
@@ -99,7 +99,7 @@ def refuse_call(s, row, head, size, request_id, request_id_bytes):  # type: igno
 
 
 @nb.njit
-def answer_call(s, row, message, size, request_id, request_id_bytes):  # type: ignore[no-untyped-def]
+def answer_call(s, row, message, size, request_id, request_id_bytes):
     """Answer a call with a message: at once where windows and room allow, otherwise as a block. False: no memory.
 
     Where pieces are used, the message must stay unchanged until it was sent.

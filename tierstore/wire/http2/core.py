@@ -39,7 +39,7 @@ _PRIORITY_BYTES = 5
 
 
 @nb.njit(inline="always")
-def _u16(at):  # type: ignore[no-untyped-def]
+def _u16(at):
     return nb.int64(load_u8(at, 0)) << 8 | nb.int64(load_u8(at, 1))
 
 
@@ -47,7 +47,7 @@ def _u16(at):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def begin_session(address, most_body, streaming):  # type: ignore[no-untyped-def]
+def begin_session(address, most_body, streaming):
     """Begin a session in SESSION_BYTES at an address, after the preface and before any frame. The caller lends it a buffer."""
     s = layout.session_at(address)
     clear_bytes(s, layout.SESSION_HEAD_BYTES)
@@ -61,7 +61,7 @@ def begin_session(address, most_body, streaming):  # type: ignore[no-untyped-def
 
 
 @nb.njit
-def write_settings(s):  # type: ignore[no-untyped-def]
+def write_settings(s):
     """Write this side's SETTINGS. The buffer has CONTROL_ROOM."""
     at = write_control(s, layout.SETTINGS, 0, 0, 18)
     for which, value in (
@@ -75,7 +75,7 @@ def write_settings(s):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def end_session(s):  # type: ignore[no-untyped-def]
+def end_session(s):
     """Free the memory that a session holds, except the session itself and the buffer that it was lent."""
     free_rows(s)
     release(s.block_at)
@@ -83,7 +83,7 @@ def end_session(s):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def go_away(s):  # type: ignore[no-untyped-def]
+def go_away(s):
     """Announce that no more streams begin; streams that have begun are answered. The buffer has CONTROL_ROOM."""
     if not s.flags & layout.GOING:
         s.flags |= layout.GOING
@@ -94,7 +94,7 @@ def go_away(s):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _on_settings(s, at, size, flags, stream, now):  # type: ignore[no-untyped-def]
+def _on_settings(s, at, size, flags, stream, now):
     if stream != 0:
         return fail(s, layout.PROTOCOL_ERROR)
     if flags & layout.ACK:
@@ -134,7 +134,7 @@ def _on_settings(s, at, size, flags, stream, now):  # type: ignore[no-untyped-de
 
 
 @nb.njit
-def _on_credit(s, at, size, stream, now):  # type: ignore[no-untyped-def]
+def _on_credit(s, at, size, stream, now):
     if size != 4:
         return fail(s, layout.FRAME_SIZE_ERROR)
     more = read_u32(at) & layout.MOST_WINDOW
@@ -161,7 +161,7 @@ def _on_credit(s, at, size, stream, now):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _on_reset(s, size, stream, now):  # type: ignore[no-untyped-def]
+def _on_reset(s, size, stream, now):
     if size != 4:
         return fail(s, layout.FRAME_SIZE_ERROR)
     if stream == 0 or (stream > s.newest and not s.flags & layout.GOING):
@@ -174,7 +174,7 @@ def _on_reset(s, size, stream, now):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _on_ping(s, at, size, flags, stream, now):  # type: ignore[no-untyped-def]
+def _on_ping(s, at, size, flags, stream, now):
     if stream != 0:
         return fail(s, layout.PROTOCOL_ERROR)
     if size != 8:
@@ -185,7 +185,7 @@ def _on_ping(s, at, size, flags, stream, now):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _on_frame(s, kind, at, size, flags, stream, work, now):  # type: ignore[no-untyped-def]
+def _on_frame(s, kind, at, size, flags, stream, work, now):
     if kind == layout.DATA:
         return on_data(s, at, size, flags, stream, now)
     if kind == layout.HEADERS:
@@ -218,7 +218,7 @@ def _on_frame(s, kind, at, size, flags, stream, work, now):  # type: ignore[no-u
 
 
 @nb.njit
-def step(s, at, n, work, now):  # type: ignore[no-untyped-def]
+def step(s, at, n, work, now):
     """Read the frame at the beginning of the `n` bytes at `at`. Returns (bytes of the frame, result).
 
     0 bytes: more must come first, or the buffer has no CONTROL_ROOM. `work`: WORK_BYTES. For a frame that is too large, its head suffices.

@@ -18,7 +18,7 @@ from tierstore.wire.http2.out import (
 
 
 @nb.njit(inline="always")
-def read_u32(at):  # type: ignore[no-untyped-def]
+def read_u32(at):
     value = nb.int64(0)
     for i in range(4):
         value = value << 8 | nb.int64(load_u8(at, i))
@@ -26,7 +26,7 @@ def read_u32(at):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def fail(s, code):  # type: ignore[no-untyped-def]
+def fail(s, code):
     """End the connection with an error: write GOAWAY."""
     write_goaway(s, code)
     s.flags = s.flags | layout.BROKEN | layout.GOING
@@ -34,7 +34,7 @@ def fail(s, code):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def count_often(s, counter, most, now):  # type: ignore[no-untyped-def]
+def count_often(s, counter, most, now):
     """Count an event in `counter`, the address of `resets` or `controls`. True if there were more than `most` in this second.
 
     Each answered stream (`out.finish`) allows some resets, at once or later: a client whose deadlines pass while the service is busy is no flood.
@@ -49,7 +49,7 @@ def count_often(s, counter, most, now):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def reset_stream(s, stream, code, now):  # type: ignore[no-untyped-def]
+def reset_stream(s, stream, code, now):
     """Reset a stream for an error. Returns RESET if it has a row, which is in EVENT_ROW."""
     if count_often(s, place(s, "resets"), layout.MOST_RESETS, now):
         return fail(s, layout.ENHANCE_YOUR_CALM)
@@ -60,7 +60,7 @@ def reset_stream(s, stream, code, now):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def control(s, now):  # type: ignore[no-untyped-def]
+def control(s, now):
     return (
         fail(s, layout.ENHANCE_YOUR_CALM)
         if count_often(s, place(s, "controls"), layout.MOST_CONTROLS, now)
@@ -69,7 +69,7 @@ def control(s, now):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def closed(s, stream, now):  # type: ignore[no-untyped-def]
+def closed(s, stream, now):
     """Answer a frame for a closed stream with a reset. The client may have sent it before it heard of the reset."""
     if count_often(s, place(s, "controls"), layout.MOST_CONTROLS, now):
         return fail(s, layout.ENHANCE_YOUR_CALM)

@@ -60,12 +60,12 @@ _MOST_TIMEOUT_MS = 1 << 40  # the largest timeout, so that it can be counted in 
 
 
 @nb.njit(inline="always")
-def _is(at, size, wanted):  # type: ignore[no-untyped-def]
+def _is(at, size, wanted):
     return size == wanted.size and same_bytes(at, nb.int64(wanted.ctypes.data), size) == 1
 
 
 @nb.njit
-def _is_name(at, size):  # type: ignore[no-untyped-def]
+def _is_name(at, size):
     """Whether a name is a token without capital letters."""
     for i in range(size):
         if _IN_NAME[load_u8(at, i)] == 0:
@@ -74,7 +74,7 @@ def _is_name(at, size):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _is_value(at, size):  # type: ignore[no-untyped-def]
+def _is_value(at, size):
     """Whether a value has no control bytes, and no blank at either end."""
     for i in range(size):
         byte = load_u8(at, i)
@@ -87,7 +87,7 @@ def _is_value(at, size):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _is_path(at, size):  # type: ignore[no-untyped-def]
+def _is_path(at, size):
     if size == 0 or (load_u8(at, 0) != _SLASH and not (size == 1 and load_u8(at, 0) == _STAR)):
         return False
     for i in range(size):  # noqa: SIM110 - for the compiler
@@ -97,7 +97,7 @@ def _is_path(at, size):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _timeout_ms(at, size):  # type: ignore[no-untyped-def]
+def _timeout_ms(at, size):
     """The milliseconds of a grpc-timeout, at least 1; NO_TIMEOUT if it is malformed."""
     if size < 2 or size > 9:
         return NO_TIMEOUT
@@ -111,7 +111,7 @@ def _timeout_ms(at, size):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _kind(streaming, path, path_bytes, is_grpc):  # type: ignore[no-untyped-def]
+def _kind(streaming, path, path_bytes, is_grpc):
     """How a request for a path is handled: WHOLE, CALL, PREDICT or STREAMING. `streaming` has the paths of streaming methods, or is 0."""
     if not is_grpc:
         return WHOLE
@@ -128,14 +128,14 @@ def _kind(streaming, path, path_bytes, is_grpc):  # type: ignore[no-untyped-def]
 
 
 @nb.njit(inline="always")
-def _write(target, n, at, size, end):  # type: ignore[no-untyped-def]
+def _write(target, n, at, size, end):
     copy_bytes(target + n, at, size)
     store_u8(target, n + size, nb.uint8(end))
     return n + size + 1
 
 
 @nb.njit
-def read_head(row, text, fields, count, streaming, now):  # type: ignore[no-untyped-def]
+def read_head(row, text, fields, count, streaming, now):
     """Keep `count` decoded fields as the head of a stream. Returns GOOD, EXPECTS, MALFORMED or NO_MEMORY."""
     method = path = scheme = authority = host = nb.int64(0)
     method_bytes = path_bytes = authority_bytes = host_bytes = nb.int64(0)
@@ -261,7 +261,7 @@ def read_head(row, text, fields, count, streaming, now):  # type: ignore[no-unty
 
 
 @nb.njit
-def _is_name_of_method(at, size):  # type: ignore[no-untyped-def]
+def _is_name_of_method(at, size):
     for i in range(size):
         if http1_head.IN_NAME[load_u8(at, i)] == 0:
             return False
@@ -269,7 +269,7 @@ def _is_name_of_method(at, size):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def are_trailers(text, fields, count):  # type: ignore[no-untyped-def]
+def are_trailers(text, fields, count):
     """Whether decoded fields may be trailers: no pseudo-headers, valid names and values."""
     for i in range(count):
         field = field_at(fields, i)

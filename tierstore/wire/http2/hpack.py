@@ -124,7 +124,7 @@ _STEPS = _steps()
 
 
 @nb.njit(inline="always")
-def _static_at(index):  # type: ignore[no-untyped-def]
+def _static_at(index):
     """(address, bytes of the name, bytes of the value) of an entry of the static table."""
     at = nb.int64(_FIELDS.ctypes.data) + _FIELDS_FROM[index - 1]
     name_bytes = _NAMES_FROM[index] - _NAMES_FROM[index - 1]
@@ -132,13 +132,13 @@ def _static_at(index):  # type: ignore[no-untyped-def]
 
 
 @nb.njit(inline="always")
-def _entry_at(table, index):  # type: ignore[no-untyped-def]
+def _entry_at(table, index):
     """The word of an entry of the dynamic table; index 0 is the newest."""
     return table.entries[(table.newest - index) % _ENTRIES]
 
 
 @nb.njit
-def _read_ring(table, entry, target, size):  # type: ignore[no-untyped-def]
+def _read_ring(table, entry, target, size):
     """Copy the first `size` bytes of an entry to an address."""
     at = entry & _PART
     first = min(size, CAPACITY - at)
@@ -147,7 +147,7 @@ def _read_ring(table, entry, target, size):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _shrink(table, limit):  # type: ignore[no-untyped-def]
+def _shrink(table, limit):
     """Evict the oldest entries until the table has at most `limit` bytes."""
     while table.count > 0 and table.size > limit:
         entry = _entry_at(table, table.count - 1)
@@ -157,7 +157,7 @@ def _shrink(table, limit):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _insert(table, at, name_bytes, value_bytes, name_is):  # type: ignore[no-untyped-def]
+def _insert(table, at, name_bytes, value_bytes, name_is):
     """Insert the name and the value at `at`, end to end, as the newest entry. An entry that is too large empties the table."""
     size, limit = name_bytes + value_bytes, table.limit
     _shrink(table, limit - size - _OVERHEAD)
@@ -176,7 +176,7 @@ def _insert(table, at, name_bytes, value_bytes, name_is):  # type: ignore[no-unt
 
 
 @nb.njit(inline="always")
-def _integer(at, i, size, mask):  # type: ignore[no-untyped-def]
+def _integer(at, i, size, mask):
     """(an integer whose prefix is the bits of `mask`, what follows); -1 where it is cut off or too long."""
     if i >= size:
         return -1, i
@@ -196,7 +196,7 @@ def _integer(at, i, size, mask):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _huffman(at, size, target, room):  # type: ignore[no-untyped-def]
+def _huffman(at, size, target, room):
     """Decode `size` bytes of Huffman code. Returns the decoded length, or -1; writes as many bytes as there is room for."""
     steps = nb.int64(_STEPS.ctypes.data)
     place, seen, step, n = 0, 0, nb.int64(_MAY_END), 0
@@ -214,7 +214,7 @@ def _huffman(at, size, target, room):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _string(at, i, size, target, room):  # type: ignore[no-untyped-def]
+def _string(at, i, size, target, room):
     """(length of a string, or -1; what follows). If it is longer than `room`, the bytes at `target` are undefined."""
     if i >= size:
         return -1, i
@@ -230,7 +230,7 @@ def _string(at, i, size, target, room):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _literal(table, at, i, size, mask, target, room):  # type: ignore[no-untyped-def]
+def _literal(table, at, i, size, mask, target, room):
     """A literal field: (bytes of the name, bytes of the value, NAME_IS, what follows); -1 where it is malformed.
 
     Name and value are written end to end, if there is room for both.
@@ -261,7 +261,7 @@ def _literal(table, at, i, size, mask, target, room):  # type: ignore[no-untyped
 
 
 @nb.njit
-def _indexed(table, index, target, room):  # type: ignore[no-untyped-def]
+def _indexed(table, index, target, room):
     """An indexed field: (bytes of the name, bytes of the value, NAME_IS), written end to end if there is room; -1 for an unknown index."""
     if index <= 0 or index > _STATIC_COUNT + table.count:
         return -1, 0, 0
@@ -339,7 +339,7 @@ def decode(table: Any, at: Any, size: Any, text: Any, text_room: Any, fields: An
 
 
 @nb.njit(inline="always")
-def _write_integer(target, first, mask, value):  # type: ignore[no-untyped-def]
+def _write_integer(target, first, mask, value):
     """Write an integer behind the bits of `first`. Returns the bytes written."""
     if value < mask:
         store_u8(target, 0, nb.uint8(first | value))

@@ -19,13 +19,13 @@ from tierstore.wire.http2 import hpack, layout
 
 
 @nb.njit(inline="always")
-def write_u32(at, value):  # type: ignore[no-untyped-def]
+def write_u32(at, value):
     for i in range(4):
         store_u8(at, i, nb.uint8(value >> (24 - 8 * i) & 255))
 
 
 @nb.njit(inline="always")
-def write_frame_head(at, size, kind, flags, stream):  # type: ignore[no-untyped-def]
+def write_frame_head(at, size, kind, flags, stream):
     store_u8(at, 0, nb.uint8(size >> 16 & 255))
     store_u8(at, 1, nb.uint8(size >> 8 & 255))
     store_u8(at, 2, nb.uint8(size & 255))
@@ -35,30 +35,30 @@ def write_frame_head(at, size, kind, flags, stream):  # type: ignore[no-untyped-
 
 
 @nb.njit(inline="always")
-def room_of(s):  # type: ignore[no-untyped-def]
+def room_of(s):
     """The bytes left in the buffer."""
     return s.out_room - s.out_bytes
 
 
 @nb.njit(inline="always")
-def room_of_data(s):  # type: ignore[no-untyped-def]
+def room_of_data(s):
     """`room_of` without the room that is reserved for control frames."""
     return room_of(s) - layout.CONTROL_ROOM
 
 
 @nb.njit(inline="always")
-def end_of(s):  # type: ignore[no-untyped-def]
+def end_of(s):
     return s.out_at + s.out_bytes
 
 
 @nb.njit(inline="always")
-def wrote(s, size):  # type: ignore[no-untyped-def]
+def wrote(s, size):
     """Count bytes that were written to the buffer."""
     s.out_bytes += size
 
 
 @nb.njit
-def write_control(s, kind, flags, stream, size):  # type: ignore[no-untyped-def]
+def write_control(s, kind, flags, stream, size):
     """Write the head of a small frame. Returns the address where the caller writes its `size` bytes."""
     at = end_of(s)
     write_frame_head(at, size, kind, flags, stream)
@@ -67,17 +67,17 @@ def write_control(s, kind, flags, stream, size):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def write_reset(s, stream, code):  # type: ignore[no-untyped-def]
+def write_reset(s, stream, code):
     write_u32(write_control(s, layout.RST_STREAM, 0, stream, 4), code)
 
 
 @nb.njit
-def write_credit(s, stream, size):  # type: ignore[no-untyped-def]
+def write_credit(s, stream, size):
     write_u32(write_control(s, layout.WINDOW_UPDATE, 0, stream, 4), size)
 
 
 @nb.njit
-def write_goaway(s, code):  # type: ignore[no-untyped-def]
+def write_goaway(s, code):
     at = write_control(s, layout.GOAWAY, 0, 0, 8)
     write_u32(at, s.newest)
     write_u32(at + 4, code)
@@ -87,7 +87,7 @@ def write_goaway(s, code):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def row_of(s, stream):  # type: ignore[no-untyped-def]
+def row_of(s, stream):
     """The address of an open stream's row, or 0."""
     row, left = s.streams, s.open
     for _ in range(s.streams_room):
@@ -102,7 +102,7 @@ def row_of(s, stream):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def new_row(s, stream):  # type: ignore[no-untyped-def]
+def new_row(s, stream):
     """The address of a new row for a stream; 0: no memory. Rows may move."""
     room = s.streams_room
     if s.open == room:
@@ -125,12 +125,12 @@ def new_row(s, stream):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def hold(s, size):  # type: ignore[no-untyped-def]
+def hold(s, size):
     s.held += size
 
 
 @nb.njit
-def drop_request(s, row):  # type: ignore[no-untyped-def]
+def drop_request(s, row):
     """Free the bytes of a stream's request."""
     hold(s, -row.bytes)
     release(row.at)
@@ -139,7 +139,7 @@ def drop_request(s, row):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def close_row(s, row):  # type: ignore[no-untyped-def]
+def close_row(s, row):
     """Close a stream: nothing more is read or sent on it."""
     drop_request(s, row)
     block = row.first_out
@@ -156,7 +156,7 @@ def close_row(s, row):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def free_rows(s):  # type: ignore[no-untyped-def]
+def free_rows(s):
     """Close all streams, and free their table."""
     row = s.streams
     for _ in range(s.streams_room):
@@ -172,12 +172,12 @@ def free_rows(s):  # type: ignore[no-untyped-def]
 
 
 @nb.njit(inline="always")
-def block_bytes(headers, data, trailers):  # type: ignore[no-untyped-def]
+def block_bytes(headers, data, trailers):
     return layout.BLOCK_BYTES + headers + data + trailers
 
 
 @nb.njit
-def begin_block(address, ends, headers, data, trailers):  # type: ignore[no-untyped-def]
+def begin_block(address, ends, headers, data, trailers):
     """Initialise a block at an address. Returns where its bytes go: headers, data, trailers, end to end."""
     block = layout.block_at(address)
     block.next_block = 0
@@ -192,7 +192,7 @@ def begin_block(address, ends, headers, data, trailers):  # type: ignore[no-unty
 
 
 @nb.njit
-def queue(s, row, address):  # type: ignore[no-untyped-def]
+def queue(s, row, address):
     """Append the block at an address to a stream, which owns the block from now on."""
     block = layout.block_at(address)
     if row.first_out == 0:
@@ -207,13 +207,13 @@ def queue(s, row, address):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _headers_room(s, size):  # type: ignore[no-untyped-def]
+def _headers_room(s, size):
     """Bytes that a header block takes with the heads of its frames."""
     return size + 1 + layout.FRAME_HEAD * (1 + (size + 1) // s.peer_frame)
 
 
 @nb.njit
-def write_headers(s, stream, at, size, flags):  # type: ignore[no-untyped-def]
+def write_headers(s, stream, at, size, flags):
     """Write a header block as HEADERS and, where it exceeds a frame, CONTINUATION. The caller has checked the room.
 
     After the peer has made its table smaller, the first block says that no table is used (RFC 7541, 4.2), which has been so all along.
@@ -245,7 +245,7 @@ def write_headers(s, stream, at, size, flags):  # type: ignore[no-untyped-def]
 
 
 @nb.njit(inline="always")
-def _write_data(s, row, at, size, flags):  # type: ignore[no-untyped-def]
+def _write_data(s, row, at, size, flags):
     begin = end_of(s)
     write_frame_head(begin, size, layout.DATA, flags, row.id)
     copy_bytes(begin + layout.FRAME_HEAD, at, size)
@@ -254,14 +254,14 @@ def _write_data(s, row, at, size, flags):  # type: ignore[no-untyped-def]
 
 
 @nb.njit(inline="always")
-def use_windows(s, row, size):  # type: ignore[no-untyped-def]
+def use_windows(s, row, size):
     """Take `size` bytes of data from the windows."""
     row.window -= size
     s.send_window -= size
 
 
 @nb.njit(inline="always")
-def end_part(s):  # type: ignore[no-untyped-def]
+def end_part(s):
     """Add what was written to the buffer since the last piece to the pieces."""
     part = text_at(s.pieces, s.pieces_used)
     part.at, part.bytes = s.piece_from, end_of(s) - s.piece_from
@@ -270,7 +270,7 @@ def end_part(s):  # type: ignore[no-untyped-def]
 
 
 @nb.njit(inline="always")
-def add_piece(s, at, size):  # type: ignore[no-untyped-def]
+def add_piece(s, at, size):
     """Send data from where they are, behind what was written."""
     end_part(s)
     piece = text_at(s.pieces, s.pieces_used)
@@ -279,7 +279,7 @@ def add_piece(s, at, size):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _push_block(s, row, block):  # type: ignore[no-untyped-def]
+def _push_block(s, row, block):
     """Write as much of a block as there is room for. True once all of it was written."""
     ends, data, trailers = (
         block.ends & layout.ENDS,
@@ -315,7 +315,7 @@ def _push_block(s, row, block):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def push(s, row):  # type: ignore[no-untyped-def]
+def push(s, row):
     """Write what waits on a stream, as far as windows and room allow. Returns (blocks that were sent and are reported, whether any block was sent).
 
     A stream whose end was written is closed, and the client's side of it too if the client has not ended it.
@@ -339,7 +339,7 @@ def push(s, row):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def finish(s, row):  # type: ignore[no-untyped-def]
+def finish(s, row):
     """Close a stream whose answer was written to its end."""
     if not row.state & layout.ENDED:
         write_reset(s, row.id, layout.NO_ERROR)  # the rest of the request is not wanted

@@ -30,7 +30,7 @@ MOST_ID = (1 << 31) - 1
 
 
 @nb.njit
-def _ended(s, row, now):  # type: ignore[no-untyped-def]
+def _ended(s, row, now):
     """Note that the client has sent all of a request."""
     row.state |= layout.ENDED
     if row.declared > 0:
@@ -45,7 +45,7 @@ def _ended(s, row, now):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _too_large(s, row):  # type: ignore[no-untyped-def]
+def _too_large(s, row):
     """Drop a body above the limit. Python refuses its request."""
     row.state |= layout.TOO_LARGE
     hold(s, row.head_bytes - row.bytes)
@@ -57,7 +57,7 @@ def _too_large(s, row):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _on_block(s, at, size, stream, flags, work, now):  # type: ignore[no-untyped-def]
+def _on_block(s, at, size, stream, flags, work, now):
     """Read a whole header block: the head of a new stream, or the trailers of an open one."""
     fields, text = work, work + layout.FIELDS_BYTES
     count = hpack.decode(layout.session_at(s, 1), at, size, text, layout.MOST_LIST_BYTES, fields, layout.MOST_FIELDS)
@@ -114,7 +114,7 @@ def _on_block(s, at, size, stream, flags, work, now):  # type: ignore[no-untyped
 
 
 @nb.njit
-def _moved(at, have, size):  # type: ignore[no-untyped-def]
+def _moved(at, have, size):
     """Move a block to a new one of `size` bytes with its first `have` bytes, and free the old one. 0: no memory, and nothing has changed."""
     kept = allocate(size)
     if kept != 0:
@@ -124,7 +124,7 @@ def _moved(at, have, size):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _keep_part(s, at, size):  # type: ignore[no-untyped-def]
+def _keep_part(s, at, size):
     """Keep a part of a header block. False: it is too large, or there is no memory."""
     have = s.block_bytes
     if have + size > layout.MOST_BLOCK_BYTES:
@@ -141,7 +141,7 @@ def _keep_part(s, at, size):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def on_headers(s, at, size, flags, stream, work, now):  # type: ignore[no-untyped-def]
+def on_headers(s, at, size, flags, stream, work, now):
     if stream & 1 == 0:
         return fail(s, layout.PROTOCOL_ERROR)
     pad = 0
@@ -173,7 +173,7 @@ def on_headers(s, at, size, flags, stream, work, now):  # type: ignore[no-untype
 
 
 @nb.njit
-def on_continuation(s, at, size, flags, stream, work, now):  # type: ignore[no-untyped-def]
+def on_continuation(s, at, size, flags, stream, work, now):
     if s.block_stream == 0:
         return fail(s, layout.PROTOCOL_ERROR)
     s.block_frames += 1
@@ -190,7 +190,7 @@ def on_continuation(s, at, size, flags, stream, work, now):  # type: ignore[no-u
 
 
 @nb.njit
-def keep_body(s, row, at, size, expected):  # type: ignore[no-untyped-def]
+def keep_body(s, row, at, size, expected):
     """Keep bytes of a request behind those before. `expected`: how many come with them, or -1. False: no memory."""
     have = row.bytes
     if have + size > row.room:
@@ -208,7 +208,7 @@ def keep_body(s, row, at, size, expected):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _expected(row, at, size):  # type: ignore[no-untyped-def]
+def _expected(row, at, size):
     """How many bytes of a body are still to come, if the client says so; or -1."""
     if row.declared >= 0:
         return size + row.declared
@@ -218,7 +218,7 @@ def _expected(row, at, size):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def on_data(s, at, size, flags, stream, now):  # type: ignore[no-untyped-def]
+def on_data(s, at, size, flags, stream, now):
     if stream == 0:
         return fail(s, layout.PROTOCOL_ERROR)
     pad, whole = 0, size
@@ -286,7 +286,7 @@ def on_data(s, at, size, flags, stream, now):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def give_credit(s, row, size):  # type: ignore[no-untyped-def]
+def give_credit(s, row, size):
     """Let a client send `size` more bytes on a stream. The buffer has CONTROL_ROOM."""
     row.credit += size
     if row.credit >= layout.STREAM_WINDOW // 2:

@@ -36,7 +36,7 @@ _MOST, _LEAST = (np.array(limits, np.uint64) for limits in zip((0, 0), *map(_lim
 
 
 @nb.njit
-def _integer(text, i, n, datatype, target):  # type: ignore[no-untyped-def]
+def _integer(text, i, n, datatype, target):
     """`element_at` for integers."""
     width = WIDTHS[datatype]
     minus, value, i = integer_at(text, i, n)
@@ -53,7 +53,7 @@ def _integer(text, i, n, datatype, target):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _float(text, i, n, datatype, target):  # type: ignore[no-untyped-def]
+def _float(text, i, n, datatype, target):
     """`element_at` for floats."""
     value, i = float_at(text, i, n)
     if datatype == _FP64:
@@ -65,7 +65,7 @@ def _float(text, i, n, datatype, target):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _string(text, i, n, target):  # type: ignore[no-untyped-def]
+def _string(text, i, n, target):
     """`element_at` for strings, each behind its length. Nothing says yet that it is UTF-8."""
     if not is_there(text, i, n, QUOTE):
         return nb.int64(-1), target
@@ -85,7 +85,7 @@ def _string(text, i, n, target):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def element_at(text, i, n, datatype, target):  # type: ignore[no-untyped-def]
+def element_at(text, i, n, datatype, target):
     """Read the element at `i` to the address `target`. Returns (what follows or -1, where the next element goes)."""
     if datatype == _BYTES:
         return _string(text, i, n, target)
@@ -97,7 +97,7 @@ def element_at(text, i, n, datatype, target):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _list(text, i, n, datatype, target):  # type: ignore[no-untyped-def]
+def _list(text, i, n, datatype, target):
     """Read a list's elements from the first one on. Returns (how many, where its bracket is or -1, where the next element goes)."""
     count = 0
     while True:
@@ -112,7 +112,7 @@ def _list(text, i, n, datatype, target):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def elements_at(text, i, n, datatype, target, record):  # type: ignore[no-untyped-def]
+def elements_at(text, i, n, datatype, target, record):
     """Read the lists at `i` to the address `target`, and their depth and sizes into the record. Returns (what follows or -1, where the elements end)."""
     depth = 0
     record.depth = 0  # until the first elements have come
@@ -154,7 +154,7 @@ def elements_at(text, i, n, datatype, target, record):  # type: ignore[no-untype
 
 
 @nb.njit
-def pass_lists(text, i, n):  # type: ignore[no-untyped-def]
+def pass_lists(text, i, n):
     """Skip the lists at `i`, whatever is in them: `elements_at` looks at it later. Returns (their depth, the entries of the outer one, what follows or -1).
 
     The depth is that of the first element. Entries are counted by commas.

@@ -56,7 +56,7 @@ _MOST_DIGITS = 19  # that any word of 64 bits has room for
 
 
 @nb.njit
-def integer_at(text, i, n):  # type: ignore[no-untyped-def]
+def integer_at(text, i, n):
     """(whether it has a minus, its magnitude, what follows) of the integer at `i`; -1 follows for another form, or one above 64 bits."""
     minus = i < n and load_u8(text, i) == _MINUS
     if minus:
@@ -76,7 +76,7 @@ def integer_at(text, i, n):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _digits(text, i, n, value, used):  # type: ignore[no-untyped-def]
+def _digits(text, i, n, value, used):
     """Read digits behind `used` significant ones that make `value`. Returns (the value with them, how many are significant, what follows)."""
     while i < n:
         digit = _U64(load_u8(text, i)) - _U64(_ZERO)
@@ -90,7 +90,7 @@ def _digits(text, i, n, value, used):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _nearest(value, power):  # type: ignore[no-untyped-def]
+def _nearest(value, power):
     """The double nearest to value · 10^power, for a value above 0; -1.0 where this does not decide it."""
     if value <= _U64(_MOST_EXACT) and -23 < power < 23:
         return nb.float64(value) * _EXACT[power] if power >= 0 else nb.float64(value) / _EXACT[-power]
@@ -121,7 +121,7 @@ def _nearest(value, power):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def float_at(text, i, n):  # type: ignore[no-untyped-def]
+def float_at(text, i, n):
     """(the double nearest to the number at `i`, what follows); the latter is -1 for another form, and where the full parser must decide."""
     minus = i < n and load_u8(text, i) == _MINUS
     if minus:
@@ -163,13 +163,13 @@ _BEFORE = int.from_bytes(b"0.000000", "little")  # in front of the digits of a n
 
 
 @nb.njit(inline="always")
-def _scaled(ten, number):  # type: ignore[no-untyped-def]
+def _scaled(ten, number):
     """The product's upper half, odd where anything is cut off."""
     return multiply_high(ten, number) | _U64((ten * number) >> _U64(32) > _U64(1))
 
 
 @nb.njit
-def _shortest(bits):  # type: ignore[no-untyped-def]
+def _shortest(bits):
     """(digits, power of ten) of the shortest number that is read as the positive float32 with these bits."""
     fraction, exponent = bits & _U64(0x7FFFFF), nb.int64(bits >> _U64(23))
     number, power = fraction | _U64(0x800000), exponent - 150
@@ -186,7 +186,7 @@ def _shortest(bits):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _fewest(middle, lower, upper, k):  # type: ignore[no-untyped-def]
+def _fewest(middle, lower, upper, k):
     """(digits, power of ten) of the shortest number between two bounds. Those and the number itself are four times as large as its digits at 10^k."""
     digits = middle >> _U64(2)
     if digits >= _U64(10):
@@ -202,7 +202,7 @@ def _fewest(middle, lower, upper, k):  # type: ignore[no-untyped-def]
 
 
 @nb.njit(inline="always")
-def _long_scaled(upper, lower, number):  # type: ignore[no-untyped-def]
+def _long_scaled(upper, lower, number):
     """The upper word of the product with two words, odd where anything is cut off."""
     middle = upper * number + multiply_high(lower, number)
     high = multiply_high(upper, number) + _U64(middle < upper * number)
@@ -210,7 +210,7 @@ def _long_scaled(upper, lower, number):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _shortest_64(bits):  # type: ignore[no-untyped-def]
+def _shortest_64(bits):
     """`_shortest` of a double."""
     fraction, exponent = bits & _U64(0xFFFFFFFFFFFFF), nb.int64(bits >> _U64(52))
     number, power = fraction | _U64(0x10000000000000), exponent - 1075
@@ -228,14 +228,14 @@ def _shortest_64(bits):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _count(value):  # type: ignore[no-untyped-def]
+def _count(value):
     """The number of digits of a value above 0."""
     least = ((64 - nb.int64(leading_zeros(value))) * 1233) >> 12  # 1233 / 2^12 is log10(2)
     return least + nb.int64(value >= _COUNTS[least])
 
 
 @nb.njit(inline="always")
-def _eight_digits(value):  # type: ignore[no-untyped-def]
+def _eight_digits(value):
     """The eight digits of a value below 10^8, a byte each, the first in the lowest byte: halves are cut until each byte is a digit."""
     value = value // _U64(10_000) | (value % _U64(10_000)) << _U64(32)
     above = ((value * _U64(5243)) >> _U64(19)) & _U64(0x0000007F_0000007F)  # a hundredth of each half
@@ -245,7 +245,7 @@ def _eight_digits(value):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def write_integer(at, minus, value):  # type: ignore[no-untyped-def]
+def write_integer(at, minus, value):
     """Write an integer with its sign and magnitude. Returns what follows."""
     if minus:
         store_u8(at, 0, nb.uint8(_MINUS))
@@ -258,14 +258,14 @@ def write_integer(at, minus, value):  # type: ignore[no-untyped-def]
 
 
 @nb.njit(inline="always")
-def _zeros(at, n):  # type: ignore[no-untyped-def]
+def _zeros(at, n):
     for i in range(n):
         store_u8(at, i, nb.uint8(_ZERO))
     return at + n
 
 
 @nb.njit
-def _zero(at):  # type: ignore[no-untyped-def]
+def _zero(at):
     """Write 0.0."""
     at = _zeros(at, 1)
     store_u8(at, 0, nb.uint8(_POINT))
@@ -273,7 +273,7 @@ def _zero(at):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _exponent(at, exponent):  # type: ignore[no-untyped-def]
+def _exponent(at, exponent):
     """Write the exponent of a number."""
     store_u8(at, 0, nb.uint8(_SMALL_E))
     store_u8(at, 1, nb.uint8(_MINUS if exponent < 0 else _PLUS))
@@ -281,7 +281,7 @@ def _exponent(at, exponent):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def write_float64(at, bits):  # type: ignore[no-untyped-def]
+def write_float64(at, bits):
     """Write the finite double with these bits. Returns what follows."""
     store_u8(at, 0, nb.uint8(_MINUS))
     at += nb.int64(bits >> _U64(63))
@@ -313,7 +313,7 @@ def write_float64(at, bits):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def write_float32(at, bits):  # type: ignore[no-untyped-def]
+def write_float32(at, bits):
     """Write the finite float32 with these bits. Returns what follows; of 24 bytes any may be written to."""
     store_u8(at, 0, nb.uint8(_MINUS))
     at += nb.int64(bits >> _U64(31))  # written over unless there is a sign

@@ -73,7 +73,7 @@ _LISTS, _IN_ROWS, _BAGS_IN_ROWS, _BAGS, _STARTS = range(5)
 
 
 @nb.njit
-def _add(record):  # type: ignore[no-untyped-def]
+def _add(record):
     """The row of one more input; 0: there is no room."""
     if record.inputs == MOST_TENSORS:
         return row_at(record, 0)
@@ -84,7 +84,7 @@ def _add(record):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _column(text, i, n, row):  # type: ignore[no-untyped-def]
+def _column(text, i, n, row):
     """Note the lists at `i` as an input's elements. Returns what follows, or -1."""
     depth, _, after = pass_lists(text, i, n)
     row.rank, row.value_at, row.value_bytes, row.value_kind = depth, text + i, after - i, _LISTS
@@ -92,7 +92,7 @@ def _column(text, i, n, row):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _columns(text, i, n, record):  # type: ignore[no-untyped-def]
+def _columns(text, i, n, record):
     """Read `inputs`. Returns what follows, or -1."""
     if is_there(text, i, n, OPEN_LIST):
         return _column(text, i, n, _add(record))
@@ -113,7 +113,7 @@ def _columns(text, i, n, record):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _pass_value(text, i, n):  # type: ignore[no-untyped-def]
+def _pass_value(text, i, n):
     """Skip an element or lists. Returns (depth, entries, what follows or -1); an element has a depth of 0."""
     if is_there(text, i, n, OPEN_LIST):
         return pass_lists(text, i, n)
@@ -134,7 +134,7 @@ def _pass_value(text, i, n):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _note_value(row, number, depth, entries, size):  # type: ignore[no-untyped-def]
+def _note_value(row, number, depth, entries, size):
     """Note the value of row `number`: the depth, how many entries it has, and its bytes. False: it does not go with those before."""
     if number == 0:
         row.rank, row.dims[1] = 1 + depth, entries
@@ -150,7 +150,7 @@ def _note_value(row, number, depth, entries, size):  # type: ignore[no-untyped-d
 
 
 @nb.njit
-def _objects(text, i, n, record):  # type: ignore[no-untyped-def]
+def _objects(text, i, n, record):
     """Read `instances` that are objects, from the first one on. Returns what follows, or -1."""
     own, number, all_over = row_at(record, 0), 0, False
     own.value_at, own.value_bytes = text + i, n - i
@@ -186,7 +186,7 @@ def _objects(text, i, n, record):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _bags(text, i, n, record):  # type: ignore[no-untyped-def]
+def _bags(text, i, n, record):
     """Read `instances` that are lists, of the only input. Returns what follows, or -1."""
     own, row, first = row_at(record, 0), _add(record), i
     number, over = 0, False
@@ -208,7 +208,7 @@ def _bags(text, i, n, record):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _rows(text, i, n, record):  # type: ignore[no-untyped-def]
+def _rows(text, i, n, record):
     """Read `instances`. Returns what follows, or -1."""
     if not is_there(text, i, n, OPEN_LIST):
         return nb.int64(-1)
@@ -223,7 +223,7 @@ def _rows(text, i, n, record):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _filter(text, i, n, record):  # type: ignore[no-untyped-def]
+def _filter(text, i, n, record):
     """Read the names of outputs. False for another form."""
     if not is_there(text, i, n, OPEN_LIST):
         return False
@@ -243,7 +243,7 @@ def _filter(text, i, n, record):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _add_starts(record, data):  # type: ignore[no-untyped-def]
+def _add_starts(record, data):
     """Add an input <name>.offsets for each input of bags; its name is written to the address `data`. False for names that have another meaning in rows."""
     inputs = record.inputs
     for k in range(inputs):
@@ -268,13 +268,13 @@ def _add_starts(record, data):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _ends_as_offsets(row):  # type: ignore[no-untyped-def]
+def _ends_as_offsets(row):
     skipped = row.name_bytes - _OFFSETS.size
     return skipped >= 0 and same_bytes(row.name_at + skipped, nb.int64(_OFFSETS.ctypes.data), _OFFSETS.size) != 0
 
 
 @nb.njit
-def _note_places(record):  # type: ignore[no-untyped-def]
+def _note_places(record):
     """Note where sorting has put the input of each member, and the starts of bags, whose names begin with that of the bags and come later."""
     for k in range(record.inputs):
         row = row_at(record, 1 + k)
@@ -287,7 +287,7 @@ def _note_places(record):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _is_starts(starts, row):  # type: ignore[no-untyped-def]
+def _is_starts(starts, row):
     """Whether a row is that of the starts of another row's bags."""
     size = row.name_bytes
     return (
@@ -298,7 +298,7 @@ def _is_starts(starts, row):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _scan(text, n, record, data):  # type: ignore[no-untyped-def]
+def _scan(text, n, record, data):
     begin(record)
     own, i = row_at(record, 0), skip_blanks(text, 0, n)
     if n > MOST_TEXT_BYTES or not is_there(text, i, n, OPEN):
@@ -346,7 +346,7 @@ def _scan(text, n, record, data):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _read_lists(row, datatype, data, record):  # type: ignore[no-untyped-def]
+def _read_lists(row, datatype, data, record):
     """Read an input's lists to the address `data`. Returns where they end, or 0."""
     n = row.value_bytes
     i, end = elements_at(row.value_at, 0, n, datatype, data, record)
@@ -358,7 +358,7 @@ def _read_lists(row, datatype, data, record):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _place_starts(record, row, data):  # type: ignore[no-untyped-def]
+def _place_starts(record, row, data):
     """Make room for the starts of an input's bags at the address `data`. Returns what follows."""
     starts, bags = row_at(record, 1 + row.starts), row_at(record, 0).dims[0]
     starts.datatype, starts.value_at, starts.size, starts.dims[0] = _INT64, data, 8 * bags, bags
@@ -367,7 +367,7 @@ def _place_starts(record, row, data):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _read_bag(text, i, n, target, record, row, number):  # type: ignore[no-untyped-def]
+def _read_bag(text, i, n, target, record, row, number):
     """Read the bag of row `number`, a flat list, to the address `target`. Returns (what follows or -1, where it ends)."""
     i, target = elements_at(text, i, n, row.datatype, target, record)
     if i < 0 or record.depth != 1:
@@ -378,7 +378,7 @@ def _read_bag(text, i, n, target, record, row, number):  # type: ignore[no-untyp
 
 
 @nb.njit
-def _read_bags(record, row, data):  # type: ignore[no-untyped-def]
+def _read_bags(record, row, data):
     """`_read_lists` of lists of different lengths."""
     text, n = row.value_at, row.value_bytes
     i, over, number = skip_blanks(text, 1, n), False, 0
@@ -392,7 +392,7 @@ def _read_bags(record, row, data):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _read_value(text, i, n, target, record, row, number):  # type: ignore[no-untyped-def]
+def _read_value(text, i, n, target, record, row, number):
     """Read the value of row `number` for an input to the address `target`. Returns (what follows or -1, where it ends)."""
     if row.value_kind == _BAGS_IN_ROWS:
         return _read_bag(text, i, n, target, record, row, number)
@@ -410,7 +410,7 @@ def _read_value(text, i, n, target, record, row, number):  # type: ignore[no-unt
 
 
 @nb.njit
-def _read_objects(record, inputs):  # type: ignore[no-untyped-def]
+def _read_objects(record, inputs):
     """Read all rows, each element to its input's `value_at`, which then is behind it. False for another form."""
     own = row_at(record, 0)
     text, n, rows, i = own.value_at, own.value_bytes, own.dims[0], nb.int64(0)
@@ -429,7 +429,7 @@ def _read_objects(record, inputs):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _read(datatypes, record, data):  # type: ignore[no-untyped-def]
+def _read(datatypes, record, data):
     begins, rows, members = data, row_at(record, 0).dims[0], 0
     for k in range(record.inputs):
         row = row_at(record, 1 + k)

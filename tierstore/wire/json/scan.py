@@ -77,7 +77,7 @@ _DATATYPE, _DATATYPE_FROM = names_of(*DATATYPES)
 
 
 @nb.njit
-def _parameters(text, i, n, row):  # type: ignore[no-untyped-def]
+def _parameters(text, i, n, row):
     """Read parameters into a row. Returns what follows, or -1."""
     which, after = word_at(text, i, n)
     if which == NULL:
@@ -132,7 +132,7 @@ def _parameters(text, i, n, row):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _shape(text, i, n, row):  # type: ignore[no-untyped-def]
+def _shape(text, i, n, row):
     if not is_there(text, i, n, OPEN_LIST):
         return -1
     i, rank, over = skip_blanks(text, i + 1, n), 0, False
@@ -148,7 +148,7 @@ def _shape(text, i, n, row):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _is_shaped(row, record):  # type: ignore[no-untyped-def]
+def _is_shaped(row, record):
     """Whether the lists that were read are flat, or of the shape in the row. Binding compares the number of elements."""
     if record.depth > 1:
         if record.depth != row.rank:
@@ -160,7 +160,7 @@ def _is_shaped(row, record):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _elements(text, i, n, row, data, record):  # type: ignore[no-untyped-def]
+def _elements(text, i, n, row, data, record):
     """Read the elements of an input, whose datatype is known, behind those of others. Returns what follows, or -1."""
     if row.size != NO_SIZE:
         return -1  # binary data too
@@ -173,7 +173,7 @@ def _elements(text, i, n, row, data, record):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _tensor(text, i, n, row, data, record):  # type: ignore[no-untyped-def]
+def _tensor(text, i, n, row, data, record):
     """Read a tensor into a row, its elements to the address `data`; 0: it must have none. Returns what follows, or -1."""
     clear_row(row)
     if not is_there(text, i, n, OPEN):
@@ -232,7 +232,7 @@ def _tensor(text, i, n, row, data, record):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _tensors(text, i, n, record, of_outputs, data):  # type: ignore[no-untyped-def]
+def _tensors(text, i, n, record, of_outputs, data):
     """Read a list of tensors, inputs or outputs, into the rows behind the existing ones; elements of inputs to `data`. Returns what follows, or -1."""
     if of_outputs:
         which, after = word_at(text, i, n)
@@ -259,7 +259,7 @@ def _tensors(text, i, n, record, of_outputs, data):  # type: ignore[no-untyped-d
 
 
 @nb.njit
-def _finish_inputs(record):  # type: ignore[no-untyped-def]
+def _finish_inputs(record):
     """Note where the bytes of each binary input are. False if the description of an input is incomplete, or only some are binary."""
     if record.decoded != 0 and record.decoded != record.inputs:
         return False
@@ -277,7 +277,7 @@ def _finish_inputs(record):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _scan(text, n, record, data):  # type: ignore[no-untyped-def]
+def _scan(text, n, record, data):
     begin(record)
     own, i = row_at(record, 0), skip_blanks(text, 0, n)
     if n > MOST_TEXT_BYTES or not is_there(text, i, n, OPEN):

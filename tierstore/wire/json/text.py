@@ -36,7 +36,7 @@ _ESCAPED[np.frombuffer(b'"\\bfnrt', np.uint8)] = 1  # escapes that are written b
 
 
 @nb.njit(inline="always")
-def skip_blanks(text, i, n):  # type: ignore[no-untyped-def]
+def skip_blanks(text, i, n):
     while i < n:
         byte = load_u8(text, i)
         if byte != 32 and byte != 10 and byte != 13 and byte != 9:
@@ -46,7 +46,7 @@ def skip_blanks(text, i, n):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def place_of(text, at, size, names, begins):  # type: ignore[no-untyped-def]
+def place_of(text, at, size, names, begins):
     """The place of a text in a list of names, or -1."""
     for k in range(begins.size - 1):
         if begins[k + 1] - begins[k] != size:
@@ -62,7 +62,7 @@ def place_of(text, at, size, names, begins):  # type: ignore[no-untyped-def]
 
 
 @nb.njit(inline="always")
-def text_end(text, i, n):  # type: ignore[no-untyped-def]
+def text_end(text, i, n):
     """The closing quote of the text whose opening quote is at `i`; -1 for another form."""
     if i >= n or load_u8(text, i) != QUOTE:
         return -1
@@ -73,7 +73,7 @@ def text_end(text, i, n):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def is_utf8(at, n):  # type: ignore[no-untyped-def]
+def is_utf8(at, n):
     """Whether `n` bytes are valid UTF-8: no surrogates, no overlong forms, nothing beyond U+10FFFF."""
     i = 0
     while i < n:
@@ -99,7 +99,7 @@ def is_utf8(at, n):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def id_end(text, i, n):  # type: ignore[no-untyped-def]
+def id_end(text, i, n):
     """`text_end` for an id."""
     if i >= n or load_u8(text, i) != QUOTE:
         return -1
@@ -121,7 +121,7 @@ def id_end(text, i, n):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def number_at(text, i, n):  # type: ignore[no-untyped-def]
+def number_at(text, i, n):
     """(the number at `i`, what follows); (-1, i) where there is none."""
     first, value = i, nb.int64(0)
     while i < n:
@@ -138,7 +138,7 @@ def number_at(text, i, n):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def word_at(text, i, n):  # type: ignore[no-untyped-def]
+def word_at(text, i, n):
     """(the place of true, false or null at `i` in their list, what follows), or (-1, i)."""
     for k in range(3):
         size = _WORDS_FROM[k + 1] - _WORDS_FROM[k]
@@ -148,7 +148,7 @@ def word_at(text, i, n):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def pass_over(text, i, n):  # type: ignore[no-untyped-def]
+def pass_over(text, i, n):
     """Skip the value at `i`. Returns what follows; -1 for another form."""
     if i >= n:
         return -1
@@ -167,7 +167,7 @@ def pass_over(text, i, n):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def member_at(text, i, n):  # type: ignore[no-untyped-def]
+def member_at(text, i, n):
     """(where the name of the member at `i` begins, its size, where its value begins); the last is -1 where there is none."""
     end = text_end(text, i, n)
     if end < 0:
@@ -179,12 +179,12 @@ def member_at(text, i, n):  # type: ignore[no-untyped-def]
 
 
 @nb.njit(inline="always")
-def is_there(text, i, n, byte):  # type: ignore[no-untyped-def]
+def is_there(text, i, n, byte):
     return i >= 0 and i < n and load_u8(text, i) == byte
 
 
 @nb.njit
-def next_at(text, i, n, close):  # type: ignore[no-untyped-def]
+def next_at(text, i, n, close):
     """Read the separator behind a member or element: (the place of the next one, or of what follows `close`; whether it was `close`)."""
     i = skip_blanks(text, i, n)
     if is_there(text, i, n, COMMA):

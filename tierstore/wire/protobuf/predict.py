@@ -71,14 +71,14 @@ _U64 = np.uint64
 
 
 @nb.njit
-def _tag_at(text, i, end):  # type: ignore[no-untyped-def]
+def _tag_at(text, i, end):
     """(a tag of one or two bytes, what follows); 0 for another one."""
     tag, after = varint_at(text, i, end)
     return (tag, after) if after > 0 and tag <= _MOST_TAG else (nb.int64(0), after)
 
 
 @nb.njit
-def _shape(text, i, end, row):  # type: ignore[no-untyped-def]
+def _shape(text, i, end, row):
     """Read a TensorShapeProto into a row. False for another form."""
     while i < end:
         tag, at, i = field_at(text, i, end)
@@ -97,7 +97,7 @@ def _shape(text, i, end, row):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _tensor(text, i, end, row):  # type: ignore[no-untyped-def]
+def _tensor(text, i, end, row):
     """Read a TensorProto into a row, except its elements. False for another form."""
     if end - i < 2 or load_u8(text, i) != _DTYPE or load_u8(text, i + 1) >= _OF_NUMBER.size:
         return False
@@ -122,7 +122,7 @@ def _tensor(text, i, end, row):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _input(text, i, end, row):  # type: ignore[no-untyped-def]
+def _input(text, i, end, row):
     """Read an entry of `inputs` into a row. False for another form."""
     clear_row(row)
     if i == end:
@@ -136,7 +136,7 @@ def _input(text, i, end, row):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _spec(text, i, end, own):  # type: ignore[no-untyped-def]
+def _spec(text, i, end, own):
     """Read a ModelSpec into the request's own row. False for another form."""
     if i == end:
         return False
@@ -149,7 +149,7 @@ def _spec(text, i, end, own):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def scan_at(text, n, record):  # type: ignore[no-untyped-def]
+def scan_at(text, n, record):
     """Fill a record from a message of `n` bytes at `text`, except for elements. Returns SCANNED, or NOT_OF_FORM with the record undefined."""
     begin(record)
     i, last, described = nb.int64(0), nb.int64(0), n
@@ -185,7 +185,7 @@ def scan_at(text, n, record):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _count(row):  # type: ignore[no-untyped-def]
+def _count(row):
     """The number of elements that a row's shape says, at most MOST_SIZE + 1."""
     count = nb.int64(1)
     for axis in range(row.rank):
@@ -194,7 +194,7 @@ def _count(row):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _long_varint_at(text, i, end):  # type: ignore[no-untyped-def]
+def _long_varint_at(text, i, end):
     """(the 64 bits of the varint at `i`, what follows or -1), of any length that protobuf reads."""
     value, shift = _U64(0), _U64(0)
     while i < end and shift < _U64(70):
@@ -208,7 +208,7 @@ def _long_varint_at(text, i, end):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _read_varints(text, end, count, datatype, wide, target):  # type: ignore[no-untyped-def]
+def _read_varints(text, end, count, datatype, wide, target):
     """Write `count` packed integers, up to `end`, to the address `target`, `wide` bytes each. False: too few or too many, or one does not fit."""
     i, bits, signed = nb.int64(0), _U64(8 * WIDTHS[datatype]), _IS_SIGNED[datatype]
     half = (_U64(1) << (bits - _U64(1))) if signed else _U64(0)  # from the lowest number to 0
@@ -226,7 +226,7 @@ def _read_varints(text, end, count, datatype, wide, target):  # type: ignore[no-
 
 
 @nb.njit
-def _read_strings(text, end, count, target):  # type: ignore[no-untyped-def]
+def _read_strings(text, end, count, target):
     """Write `count` strings, a field each, to the address `target`, each behind its length. Returns where they end; 0: too few or too many."""
     i = nb.int64(0)
     for _ in range(count):
@@ -243,7 +243,7 @@ def _read_strings(text, end, count, target):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _widen(at, n, target):  # type: ignore[no-untyped-def]
+def _widen(at, n, target):
     """Write `n` integers of 32 bits as integers of 64."""
     for k in range(n):
         value = _U64(0)
@@ -255,7 +255,7 @@ def _widen(at, n, target):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _read(row, datatype, target):  # type: ignore[no-untyped-def]
+def _read(row, datatype, target):
     """Write the elements of an input with this datatype to the address `target`. Returns where they end; 0 for another form."""
     count, had, at, size = _count(row), row.datatype, row.value_at, row.value_bytes
     if had != datatype and not (had == _INT32 and datatype == _INT64):
@@ -278,7 +278,7 @@ def _read(row, datatype, target):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def read_at(message, datatypes, record, data):  # type: ignore[no-untyped-def]
+def read_at(message, datatypes, record, data):
     """Find the elements of the record's inputs, in `message` or, all of them, from the address `data` on (DATA_BYTES).
 
     `datatypes`: the address of the number of each input's datatype. False where they are not of the form.

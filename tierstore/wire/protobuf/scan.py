@@ -70,7 +70,7 @@ _NAMES, _NAMES_FROM = names_of(*DATATYPES)
 
 
 @nb.njit(inline="always")
-def field_at(text, i, end):  # type: ignore[no-untyped-def]
+def field_at(text, i, end):
     """A length-delimited field at `i`: (tag, where its content begins, where it ends); the end is -1 where there is none."""
     tag = nb.int64(load_u8(text, i))
     if tag & 7 != _BYTES:
@@ -82,7 +82,7 @@ def field_at(text, i, end):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _is_number(text, i, end):  # type: ignore[no-untyped-def]
+def _is_number(text, i, end):
     """Whether the bytes from `i` to `end` are one varint of at most 64 bits."""
     size = end - i
     if size < 1 or size > _MOST_NUMBER_BYTES:
@@ -95,7 +95,7 @@ def _is_number(text, i, end):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _is_value(text, i, end):  # type: ignore[no-untyped-def]
+def _is_value(text, i, end):
     """Whether the bytes from `i` to `end` are the value of an unknown parameter."""
     if i == end:
         return True
@@ -111,7 +111,7 @@ def _is_value(text, i, end):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _text_value(text, i, end, target):  # type: ignore[no-untyped-def]
+def _text_value(text, i, end, target):
     """Note a parameter's text value in `target` (address and bytes). False for another type, or a second value."""
     if i == end or target.bytes != 0:
         return False
@@ -121,7 +121,7 @@ def _text_value(text, i, end, target):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _parameter(text, i, end, row):  # type: ignore[no-untyped-def]
+def _parameter(text, i, end, row):
     """Read the parameter from `i` to `end` into a row. False for another form."""
     if i == end:
         return False
@@ -147,7 +147,7 @@ def _parameter(text, i, end, row):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _sizes(text, i, end, row, most):  # type: ignore[no-untyped-def]
+def _sizes(text, i, end, row, most):
     """Add at most `most` sizes, from `i` to `end`, to a row's shape. Returns what follows, or -1."""
     while i < end and most > 0:
         size, i = varint_at(text, i, end)
@@ -161,7 +161,7 @@ def _sizes(text, i, end, row, most):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _input(text, i, end, row):  # type: ignore[no-untyped-def]
+def _input(text, i, end, row):
     """Read the input from `i` to `end` into a row, except where its elements are. False for another form."""
     clear_row(row)
     last = nb.int64(0)
@@ -197,7 +197,7 @@ def _input(text, i, end, row):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _output(text, i, end, row):  # type: ignore[no-untyped-def]
+def _output(text, i, end, row):
     """Read the requested output from `i` to `end` into a row. False for another form."""
     clear_row(row)
     while i < end:
@@ -213,7 +213,7 @@ def _output(text, i, end, row):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def _repeated(text, tag, at, end, record, raws):  # type: ignore[no-untyped-def]
+def _repeated(text, tag, at, end, record, raws):
     """Read a repeated field of the request. False for another form."""
     inputs, outputs = record.inputs, record.outputs
     if tag == _RAW:
@@ -235,7 +235,7 @@ def _repeated(text, tag, at, end, record, raws):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def scan_at(text, n, record):  # type: ignore[no-untyped-def]
+def scan_at(text, n, record):
     """Fill a record from a message of `n` bytes at `text`. Returns SCANNED, or NOT_OF_FORM with the record undefined."""
     begin(record)
     own, i, last, raws = row_at(record, 0), nb.int64(0), nb.int64(0), 0

@@ -13,7 +13,7 @@ MOST_VARINT_BYTES = 9  # of 63 bits
 
 
 @nb.njit(inline="always")
-def varint_at(text, i, end):  # type: ignore[no-untyped-def]
+def varint_at(text, i, end):
     """(value, what follows) of the varint at `i`, before `end`; what follows is -1 where there is none of this form."""
     value, shift = nb.int64(0), nb.int64(0)
     while i < end and shift < 7 * MOST_VARINT_BYTES:
@@ -27,7 +27,7 @@ def varint_at(text, i, end):  # type: ignore[no-untyped-def]
 
 
 @nb.njit(inline="always")
-def varint_bytes(value):  # type: ignore[no-untyped-def]
+def varint_bytes(value):
     """The bytes of a number that is not negative, as a varint."""
     size = 1
     while value > 0x7F:
@@ -37,7 +37,7 @@ def varint_bytes(value):  # type: ignore[no-untyped-def]
 
 
 @nb.njit(inline="always")
-def write_varint(at, value):  # type: ignore[no-untyped-def]
+def write_varint(at, value):
     """Write a number that is not negative. Returns what follows."""
     while value > 0x7F:
         store_u8(at, 0, nb.uint8(value & 0x7F | 0x80))
@@ -48,7 +48,7 @@ def write_varint(at, value):  # type: ignore[no-untyped-def]
 
 
 @nb.njit(inline="always")
-def varint_before(end, value):  # type: ignore[no-untyped-def]
+def varint_before(end, value):
     """Write a number so that it ends at the address `end`. Returns where it begins."""
     begin = end - varint_bytes(value)
     write_varint(begin, value)

@@ -33,20 +33,20 @@ _BEYOND_32 = (1 << (GHOSTS - 32)) - 1
 
 
 @nb.njit(inline="always")
-def get_heat(counters, base, way):  # type: ignore[no-untyped-def]
+def get_heat(counters, base, way):
     """The 2-bit counter of `way` in the counters that start at byte `base`."""
     return (counters[base + (way >> 2)] >> ((way & 3) << 1)) & 3
 
 
 @nb.njit(inline="always")
-def set_heat(counters, base, way, heat):  # type: ignore[no-untyped-def]
+def set_heat(counters, base, way, heat):
     shift = (way & 3) << 1
     at = base + (way >> 2)
     counters[at] = (counters[at] & ~(3 << shift)) | (heat << shift)
 
 
 @nb.njit(inline="always")
-def bump_heat(counters, way, read):  # type: ignore[no-untyped-def]
+def bump_heat(counters, way, read):
     """Count a hit of `way` in the counters at an address; `read` has in its low bits the byte that was just read.
 
     A full counter is not written, so that the cache line of a hot set stays shared between cores.
@@ -56,14 +56,14 @@ def bump_heat(counters, way, read):  # type: ignore[no-untyped-def]
 
 
 @nb.njit(inline="always")
-def _fingerprint(hashed):  # type: ignore[no-untyped-def]
+def _fingerprint(hashed):
     """A fingerprint, 1..65535: 0 is an empty place."""
     fingerprint = nb.uint16(hashed >> nb.uint64(16))
     return fingerprint if fingerprint != 0 else nb.uint16(1)
 
 
 @nb.njit(inline="always")
-def remove_ghost(policy16, s, hashed):  # type: ignore[no-untyped-def]
+def remove_ghost(policy16, s, hashed):
     """Whether the key was evicted from set `s` lately. Removes its fingerprint."""
     at = s * (POLICY_BYTES // 2)
     matches = match32(policy16, at, _fingerprint(hashed))
@@ -77,7 +77,7 @@ def remove_ghost(policy16, s, hashed):  # type: ignore[no-untyped-def]
 
 
 @nb.njit(inline="always")
-def add_ghost(policy, policy16, s, hashed):  # type: ignore[no-untyped-def]
+def add_ghost(policy, policy16, s, hashed):
     """Write the key's fingerprint over the oldest."""
     at = s * POLICY_BYTES + GHOST_HAND
     hand = nb.int64(policy[at]) % GHOSTS
@@ -86,20 +86,20 @@ def add_ghost(policy, policy16, s, hashed):  # type: ignore[no-untyped-def]
 
 
 @nb.njit(inline="always")
-def on_probation(policy, s, way):  # type: ignore[no-untyped-def]
+def on_probation(policy, s, way):
     at, entry = s * POLICY_BYTES + QUEUE, way + 1
     return policy[at] == entry or policy[at + 1] == entry or policy[at + 2] == entry or policy[at + 3] == entry
 
 
 @nb.njit(inline="always")
-def oldest_on_probation(policy, s):  # type: ignore[no-untyped-def]
+def oldest_on_probation(policy, s):
     """The way of the oldest key in probation if the queue is full, else -1."""
     at = s * POLICY_BYTES + QUEUE
     return nb.int64(policy[at]) - 1 if policy[at + PROBATION - 1] != 0 else -1
 
 
 @nb.njit(**BORROWS)
-def enter_probation(policy, s, way):  # type: ignore[no-untyped-def]
+def enter_probation(policy, s, way):
     """Put `way` at the end of the queue, if there is room."""
     at = s * POLICY_BYTES + QUEUE
     for entry in range(at, at + PROBATION):
@@ -109,7 +109,7 @@ def enter_probation(policy, s, way):  # type: ignore[no-untyped-def]
 
 
 @nb.njit(**BORROWS)
-def remove_from_probation(policy, s, way):  # type: ignore[no-untyped-def]
+def remove_from_probation(policy, s, way):
     """Remove `way` from the queue, if it is there."""
     last = s * POLICY_BYTES + QUEUE + PROBATION - 1
     for entry in range(last - PROBATION + 1, last + 1):
@@ -121,7 +121,7 @@ def remove_from_probation(policy, s, way):  # type: ignore[no-untyped-def]
 
 
 @nb.njit(**BORROWS)
-def rename_on_probation(policy, s, way, other):  # type: ignore[no-untyped-def]
+def rename_on_probation(policy, s, way, other):
     """Note that the row at `way` has moved to `other`."""
     at = s * POLICY_BYTES + QUEUE
     for entry in range(at, at + PROBATION):

@@ -87,13 +87,13 @@ BOOLS = _array(types.boolean, readonly=True)
 
 
 @nb.njit(inline="always")
-def home_of(hashed):  # type: ignore[no-untyped-def]
+def home_of(hashed):
     """The home line of a key in its set, from hash bits that choose neither region nor set nor fingerprint."""
     return nb.int64((hashed >> nb.uint64(8)) & nb.uint64(LINES - 1))
 
 
 @nb.njit(inline="always")
-def set_of(hashed, geometry, sets_per_region):  # type: ignore[no-untyped-def]
+def set_of(hashed, geometry, sets_per_region):
     """The key's set under a geometry (see the module's text): depth in its low 8 bits, cursor above."""
     depth, cursor = nb.uint64(geometry & 255), geometry >> 8
     within = nb.int64(((hashed >> nb.uint64(32)) * nb.uint64(sets_per_region)) >> nb.uint64(32))
@@ -103,14 +103,14 @@ def set_of(hashed, geometry, sets_per_region):  # type: ignore[no-untyped-def]
 
 
 @nb.njit(inline="always")
-def find_in_line(line, key):  # type: ignore[no-untyped-def]
+def find_in_line(line, key):
     """The place of `key` in the line at an address, 0..6, or -1."""
     matches = (match8_at(line, key) >> 1) & nb.int64(load_u8(line, OCCUPIED_AT))
     return trailing_zeros(nb.uint32(matches)) if matches != 0 else -1
 
 
 @nb.njit(inline="always")
-def find_way(lines, s, home, key):  # type: ignore[no-untyped-def]
+def find_way(lines, s, home, key):
     """The way of set `s` that holds `key`, whose home is line `home`, or -1."""
     first = nb.int64(lines.ctypes.data) + s * LINES * LINE_BYTES
     place = find_in_line(first + home * LINE_BYTES, key)
@@ -127,7 +127,7 @@ def find_way(lines, s, home, key):  # type: ignore[no-untyped-def]
 
 
 @nb.njit(inline="always")
-def find_absent(absent, absent_keys, a, key):  # type: ignore[no-untyped-def]
+def find_absent(absent, absent_keys, a, key):
     """The place of `key` in line `a` of absent keys, or -1."""
     occupied = absent[a * ABSENT_BYTES + 4]
     for i in range(ABSENT_WAYS):
@@ -137,7 +137,7 @@ def find_absent(absent, absent_keys, a, key):  # type: ignore[no-untyped-def]
 
 
 @nb.njit(inline="always")
-def prefetch_row(row, size):  # type: ignore[no-untyped-def]
+def prefetch_row(row, size):
     """Prefetch the row of `size` bytes at an address.
 
     No branch depends on where in a cache line the row begins: of rows of 36 bytes every other one reaches into a second line.

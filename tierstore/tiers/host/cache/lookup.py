@@ -90,7 +90,7 @@ class Where(NamedTuple):
 
 
 @nb.njit
-def values_of(host):  # type: ignore[no-untyped-def]
+def values_of(host):
     return Where(
         host.control, host.lines, host.absent, host.rows, host.row_bytes, host.sets_per_region, host.code, host.dim,
         host.default_at, host.sample,
@@ -98,28 +98,28 @@ def values_of(host):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def values_at(address):  # type: ignore[no-untyped-def]
+def values_at(address):
     return values_of(_host_at(address))
 
 
 @nb.njit(inline="always")
-def _row_of(where, line, place):  # type: ignore[no-untyped-def]
+def _row_of(where, line, place):
     return where.rows + ((line - where.lines) // LINE_BYTES * LINE_WAYS + place) * where.row_bytes
 
 
 @nb.njit(inline="always")
-def _set_at(where, line):  # type: ignore[no-untyped-def]
+def _set_at(where, line):
     """The address of the first line of the set of `line`."""
     return line - ((line - where.lines) & (LINES * LINE_BYTES - 1))
 
 
 @nb.njit(inline="always")
-def _absent_at(where, line):  # type: ignore[no-untyped-def]
+def _absent_at(where, line):
     return where.absent + (line - where.lines) // (LINE_BYTES * LINES_AN_ABSENT) * ABSENT_BYTES
 
 
 @nb.njit(inline="always")
-def _copy(where, out_code, row, target, out_bytes):  # type: ignore[no-untyped-def]
+def _copy(where, out_code, row, target, out_bytes):
     if out_code == where.code or out_code == AS_STORED:
         copy_bytes(target, row, out_bytes)
     else:
@@ -127,7 +127,7 @@ def _copy(where, out_code, row, target, out_bytes):  # type: ignore[no-untyped-d
 
 
 @nb.njit
-def _read(where, epoch, line, key, out_code, target, out_bytes):  # type: ignore[no-untyped-def]
+def _read(where, epoch, line, key, out_code, target, out_bytes):
     """Write the row of `key` to `target` if `line` holds it. Returns 1, or 0 if not, or -1 if a writer interfered."""
     for _ in range(_TRIES):
         version = acquire_u32(line)
@@ -149,7 +149,7 @@ def _read(where, epoch, line, key, out_code, target, out_bytes):  # type: ignore
 
 
 @nb.njit
-def _search(where, geometry, epoch, key, out_code, target, out_bytes, default):  # type: ignore[no-untyped-def]
+def _search(where, geometry, epoch, key, out_code, target, out_bytes, default):
     """Look one key up without stages: in its home line, the other lines that it may be in, and the absent keys."""
     hashed = mix(key)
     home = set_of(hashed, geometry, where.sets_per_region) * LINES + home_of(hashed)
@@ -186,7 +186,7 @@ def _search(where, geometry, epoch, key, out_code, target, out_bytes, default): 
 
 
 @nb.njit(inline="always")
-def _prefetch_line(where, geometry, key, lines, i):  # type: ignore[no-untyped-def]
+def _prefetch_line(where, geometry, key, lines, i):
     """Prefetch the home line of key `i`, and note its address. Returns the key's hash."""
     hashed = mix(key)
     line = where.lines + (set_of(hashed, geometry, where.sets_per_region) * LINES + home_of(hashed)) * LINE_BYTES
@@ -196,7 +196,7 @@ def _prefetch_line(where, geometry, key, lines, i):  # type: ignore[no-untyped-d
 
 
 @nb.njit
-def prefetch_lines(where, geometry, keys, state, begin, end, rings):  # type: ignore[no-untyped-def]
+def prefetch_lines(where, geometry, keys, state, begin, end, rings):
     """Stage 1 for keys [begin, end): prefetch lines. Returns how many keys are requested, if look-ups are sampled; else 0."""
     sample, seen = where.sample, 0
     below = load_u64(sample, BELOW)
@@ -214,7 +214,7 @@ def prefetch_lines(where, geometry, keys, state, begin, end, rings):  # type: ig
 
 
 @nb.njit(inline="always")
-def _find_in(where, line, key, at, rings):  # type: ignore[no-untyped-def]
+def _find_in(where, line, key, at, rings):
     """If `line` holds `key`, note the address of its row as entry `at` of the rings, and prefetch it."""
     lines, rows, versions = rings
     version = acquire_u32(line)
@@ -230,7 +230,7 @@ def _find_in(where, line, key, at, rings):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def find_at_home(where, keys, state, begin, end, rings):  # type: ignore[no-untyped-def]
+def find_at_home(where, keys, state, begin, end, rings):
     """Stage 2 for keys [begin, end): find them in their home lines."""
     lines, rows, _ = rings
     for i in range(begin, end):
@@ -250,7 +250,7 @@ def find_at_home(where, keys, state, begin, end, rings):  # type: ignore[no-unty
 
 
 @nb.njit
-def find_elsewhere(where, keys, begin, end, rings):  # type: ignore[no-untyped-def]
+def find_elsewhere(where, keys, begin, end, rings):
     """Stage 3 for keys [begin, end): find them in other lines of their sets."""
     lines, rows, _ = rings
     for i in range(begin, end):
@@ -267,7 +267,7 @@ def find_elsewhere(where, keys, begin, end, rings):  # type: ignore[no-untyped-d
 
 
 @nb.njit(inline="always")
-def answer(where, geometry, epoch, keys, i, kind, target, rings):  # type: ignore[no-untyped-def]
+def answer(where, geometry, epoch, keys, i, kind, target, rings):
     """Stage 4 for key `i`: write its row to address `target`. Returns its state, or SKIP if it was not requested.
 
     `kind` of answer: its code, its bytes, whether these are the row's own lines of 64 bytes, the default's address.
@@ -296,7 +296,7 @@ def answer(where, geometry, epoch, keys, i, kind, target, rings):  # type: ignor
 
 
 @nb.njit
-def lookup_at(where, keys_at, n, state_at, out_code, out, default):  # type: ignore[no-untyped-def]
+def lookup_at(where, keys_at, n, state_at, out_code, out, default):
     """Answer the resident ones of `n` keys whose state is PENDING: rows with HOST, absent keys with ABSENT and the `default`.
 
     `where` is the table; the others are addresses of any alignment: `out` of [n, dim], float32 (`out_code` 0) or float16 (1), or of n rows AS_STORED;
@@ -334,7 +334,7 @@ def lookup_at(where, keys_at, n, state_at, out_code, out, default):  # type: ign
 
 
 @compiled(types.int64(types.int64, KEYS, _STATES, types.int64, types.int64, types.int64))
-def lookup(table, keys, state, out_code, out, default):  # type: ignore[no-untyped-def]
+def lookup(table, keys, state, out_code, out, default):
     """`lookup_at` of arrays, in the HOST_TABLE at address `table`."""
     keys_at, state_at = nb.int64(keys.ctypes.data), nb.int64(state.ctypes.data)
     return lookup_at(values_at(table), keys_at, keys.size, state_at, out_code, out, default)

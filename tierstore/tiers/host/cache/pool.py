@@ -28,7 +28,7 @@ _PENDING, _HOST = int(Tier.PENDING), int(Tier.HOST)
 
 
 @nb.njit(inline="always")
-def add_f32_rows(target, source, factor, dim):  # type: ignore[no-untyped-def]
+def add_f32_rows(target, source, factor, dim):
     vectors = dim >> 4
     for k in range(vectors):
         add_scaled_16(target + 64 * k, source + 64 * k, factor)
@@ -37,7 +37,7 @@ def add_f32_rows(target, source, factor, dim):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def close_bag(pooled, dim, combiner, total):  # type: ignore[no-untyped-def]
+def close_bag(pooled, dim, combiner, total):
     """Divide the sum of a bag as its combiner requires; `total` is the sum of the weights, or of their squares."""
     if combiner == 0:
         return
@@ -47,7 +47,7 @@ def close_bag(pooled, dim, combiner, total):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def pool_at(where, keys_at, n, state_at, starts_at, bags, weights_at, combiner, out_at, left_at, row_at):  # type: ignore[no-untyped-def]
+def pool_at(where, keys_at, n, state_at, starts_at, bags, weights_at, combiner, out_at, left_at, row_at):
     """Pool those of `bags` bags whose keys are all resident. Arguments named `_at` are addresses of any alignment.
 
     Bag b is keys [starts[b], starts[b + 1]), the last bag runs to the end; `starts` ascends from 0. A key whose state is not PENDING adds nothing.

@@ -54,7 +54,7 @@ _POSITIONS = types.Array(types.int64, 1, "C")
 
 
 @nb.njit(**BORROWS)
-def _move_in(areas, low, key, heat, rank, source, counters):  # type: ignore[no-untyped-def]
+def _move_in(areas, low, key, heat, rank, source, counters):
     """Move a row from a set that is given up into set `low`, if there is room or a row of lower rank."""
     home = home_of(mix(key))
     way = free_way(areas, low, home)
@@ -72,7 +72,7 @@ def _move_in(areas, low, key, heat, rank, source, counters):  # type: ignore[no-
 
 
 @nb.njit(**BORROWS)
-def _clear(areas, s):  # type: ignore[no-untyped-def]
+def _clear(areas, s):
     for line in range(s * LINES, (s + 1) * LINES):
         version = open_version(areas.lines32, line)
         areas.lines[line * LINE_BYTES + OCCUPIED_AT] = 0
@@ -85,7 +85,7 @@ def _clear(areas, s):  # type: ignore[no-untyped-def]
 
 
 @compiled(types.void(AREAS, types.int64, types.int64, COUNTERS), **BORROWS)
-def merge(areas, begin, end, counters):  # type: ignore[no-untyped-def]
+def merge(areas, begin, end, counters):
     """Move sets half + [begin, end) onto [begin, end), keeping the hottest rows; then publish `end` as the cursor."""
     depth = areas.control[GEOMETRY] & 255
     half = (areas.sets_per_region << depth) >> 1
@@ -106,7 +106,7 @@ def merge(areas, begin, end, counters):  # type: ignore[no-untyped-def]
 
 
 @compiled(types.void(AREAS, types.int64, types.int64, COUNTERS), **BORROWS)
-def split(areas, begin, end, counters):  # type: ignore[no-untyped-def]
+def split(areas, begin, end, counters):
     """Move the keys of sets half + [begin, end) there from [begin, end); then publish `begin` as the cursor."""
     depth = areas.control[GEOMETRY] & 255
     half = (areas.sets_per_region << depth) >> 1
@@ -136,7 +136,7 @@ def split(areas, begin, end, counters):  # type: ignore[no-untyped-def]
 
 
 @compiled(types.void(AREAS, types.int64, types.int64, _POSITIONS), **BORROWS)
-def count_ranks(areas, first, last, counts):  # type: ignore[no-untyped-def]
+def count_ranks(areas, first, last, counts):
     """Add to counts[rank], int64[8], the number of resident rows of each rank in the sets [first, last)."""
     for s in range(first, last):
         for way in range(WAYS):
@@ -145,7 +145,7 @@ def count_ranks(areas, first, last, counts):  # type: ignore[no-untyped-def]
 
 
 @compiled(types.void(AREAS, types.int64, types.int64, _POSITIONS, _POSITIONS, _POSITIONS))
-def list_keys(areas, first, last, out, begin, end):  # type: ignore[no-untyped-def]
+def list_keys(areas, first, last, out, begin, end):
     """Write resident keys of rank r in the sets [first, last) to out[begin[r]:end[r]] while there is room.
 
     `begin` comes back advanced. Lines that are being written are skipped.

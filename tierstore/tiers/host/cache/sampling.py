@@ -32,7 +32,7 @@ _READ = {"readonly": True}
 
 
 @nb.njit
-def note(sample, key):  # type: ignore[no-untyped-def]
+def note(sample, key):
     """Note a key whose hash is below the bound."""
     at = add_at(sample + 8 * NOTED, 1)
     if at < nb.int64(load_u64(sample, MOST)):
@@ -42,7 +42,7 @@ def note(sample, key):  # type: ignore[no-untyped-def]
 
 
 @nb.njit
-def count_seen(sample, seen, left_at, starts_at, bags, n):  # type: ignore[no-untyped-def]
+def count_seen(sample, seen, left_at, starts_at, bags, n):
     """Count keys as looked up, except those of bags that are left (uint8[bags] at an address): they are looked up again."""
     for bag in range(bags):
         if load_u8(left_at, bag) != 0:

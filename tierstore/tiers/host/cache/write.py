@@ -60,7 +60,7 @@ COUNTERS = types.Array(types.int64, 1, "C")
 
 
 @nb.njit(**BORROWS)
-def open_version(words, line):  # type: ignore[no-untyped-def]
+def open_version(words, line):
     """Make a line's version odd, before anything in it changes. Returns the version to close with."""
     version = words[line * 16]
     store_relaxed(words, line * 16, nb.uint32(version + 1))
@@ -69,12 +69,12 @@ def open_version(words, line):  # type: ignore[no-untyped-def]
 
 
 @nb.njit(**BORROWS)
-def close_version(words, line, version):  # type: ignore[no-untyped-def]
+def close_version(words, line, version):
     store_release(words, line * 16, version)
 
 
 @nb.njit(**BORROWS)
-def forget_absent(areas, counters, a, key):  # type: ignore[no-untyped-def]
+def forget_absent(areas, counters, a, key):
     if areas.absent[a * ABSENT_BYTES + 4] == 0:
         return
     place = find_absent(areas.absent, areas.absent_keys, a, key)
@@ -86,7 +86,7 @@ def forget_absent(areas, counters, a, key):  # type: ignore[no-untyped-def]
 
 
 @nb.njit(**BORROWS)
-def mark_absent(areas, counters, a, key):  # type: ignore[no-untyped-def]
+def mark_absent(areas, counters, a, key):
     """Note an absent key. Clock: it replaces the first one from the hand on that was not looked up since the hand last passed."""
     if find_absent(areas.absent, areas.absent_keys, a, key) >= 0:
         return False
@@ -109,41 +109,41 @@ def mark_absent(areas, counters, a, key):  # type: ignore[no-untyped-def]
 
 
 @nb.njit(**BORROWS)
-def is_occupied(areas, s, way):  # type: ignore[no-untyped-def]
+def is_occupied(areas, s, way):
     occupied = nb.int64(areas.lines[(s * LINES + way // LINE_WAYS) * LINE_BYTES + OCCUPIED_AT])
     return (occupied >> (way % LINE_WAYS)) & 1 == 1
 
 
 @nb.njit(**BORROWS)
-def key_at(areas, s, way):  # type: ignore[no-untyped-def]
+def key_at(areas, s, way):
     return areas.lines64[(s * LINES + way // LINE_WAYS) * 8 + 1 + way % LINE_WAYS]
 
 
 @nb.njit(**BORROWS)
-def row_at(areas, s, way):  # type: ignore[no-untyped-def]
+def row_at(areas, s, way):
     """The address of the row of the key at `way`."""
     return areas.rows + (s * WAYS + way) * areas.row_bytes
 
 
 @nb.njit(**BORROWS)
-def heat_at(areas, s, way):  # type: ignore[no-untyped-def]
+def heat_at(areas, s, way):
     base = (s * LINES + way // LINE_WAYS) * LINE_BYTES + HEAT_AT
     return get_heat(areas.lines, base, way % LINE_WAYS)
 
 
 @nb.njit(**BORROWS)
-def set_heat_at(areas, s, way, heat):  # type: ignore[no-untyped-def]
+def set_heat_at(areas, s, way, heat):
     set_heat(areas.lines, (s * LINES + way // LINE_WAYS) * LINE_BYTES + HEAT_AT, way % LINE_WAYS, heat)
 
 
 @nb.njit(**BORROWS)
-def rank_of(areas, s, way):  # type: ignore[no-untyped-def]
+def rank_of(areas, s, way):
     """The rank of a row, 0..7: how much it is worth keeping, by hits, then by queue."""
     return heat_at(areas, s, way) * 2 + (0 if on_probation(areas.policy, s, way) else 1)
 
 
 @nb.njit(**BORROWS)
-def put(areas, s, way, key, heat, source):  # type: ignore[no-untyped-def]
+def put(areas, s, way, key, heat, source):
     """Put this key and the row at address `source` into `way` of set `s`, which is free."""
     line, place = s * LINES + way // LINE_WAYS, way % LINE_WAYS
     version = open_version(areas.lines32, line)
@@ -158,7 +158,7 @@ def put(areas, s, way, key, heat, source):  # type: ignore[no-untyped-def]
 
 
 @nb.njit(inline="always")
-def remove(areas, s, way):  # type: ignore[no-untyped-def]
+def remove(areas, s, way):
     """Free `way` of set `s`."""
     line, place = s * LINES + way // LINE_WAYS, way % LINE_WAYS
     version = open_version(areas.lines32, line)
@@ -176,7 +176,7 @@ def remove(areas, s, way):  # type: ignore[no-untyped-def]
 
 
 @nb.njit(**BORROWS)
-def free_way(areas, s, home):  # type: ignore[no-untyped-def]
+def free_way(areas, s, home):
     """A free way of set `s`, in line `home` if there is one; -1 if the set is full."""
     for i in range(LINES):
         line = (home + i) % LINES
@@ -187,7 +187,7 @@ def free_way(areas, s, home):  # type: ignore[no-untyped-def]
 
 
 @nb.njit(inline="always")
-def make_home(areas, s, way, home):  # type: ignore[no-untyped-def]
+def make_home(areas, s, way, home):
     """The way that a key with home line `home` takes, given that `way` of its set is free.
 
     If a row in the home line has another home, it makes room and moves to `way`, which suits it best if that is in its own home.
@@ -210,7 +210,7 @@ def make_home(areas, s, way, home):  # type: ignore[no-untyped-def]
 
 
 @nb.njit(**BORROWS)
-def next_victim(areas, s):  # type: ignore[no-untyped-def]
+def next_victim(areas, s):
     """The way of the main queue to evict next, from its hand on. Ways that the hand passes lose a hit."""
     at = s * POLICY_BYTES + MAIN_HAND
     way = nb.int64(areas.policy[at]) % WAYS
@@ -226,7 +226,7 @@ def next_victim(areas, s):  # type: ignore[no-untyped-def]
 
 
 @nb.njit(inline="always")
-def make_room(areas, s, hashed):  # type: ignore[no-untyped-def]
+def make_room(areas, s, hashed):
     """Evict a row from the full set `s`, by the rules of `heat.py`. Returns (its way, whether the new key is on probation)."""
     had_ghost = remove_ghost(areas.policy16, s, hashed)
     way = -1 if had_ghost else oldest_on_probation(areas.policy, s)
@@ -241,7 +241,7 @@ def make_room(areas, s, hashed):  # type: ignore[no-untyped-def]
 
 
 @nb.njit(inline="always")
-def _prefetch_set(areas, geometry, key):  # type: ignore[no-untyped-def]
+def _prefetch_set(areas, geometry, key):
     """Prefetch the memory that decides which way of its set a key takes."""
     hashed = mix(key)
     s = set_of(hashed, geometry, areas.sets_per_region)
@@ -253,7 +253,7 @@ def _prefetch_set(areas, geometry, key):  # type: ignore[no-untyped-def]
 
 
 @nb.njit(inline="always")
-def _prefetch_room(areas, geometry, key):  # type: ignore[no-untyped-def]
+def _prefetch_room(areas, geometry, key):
     """Prefetch the row that a key will probably replace: most evicted keys are in probation."""
     hashed = mix(key)
     s = set_of(hashed, geometry, areas.sets_per_region)
@@ -265,7 +265,7 @@ def _prefetch_room(areas, geometry, key):  # type: ignore[no-untyped-def]
 
 
 @nb.njit(inline="always")
-def _let_in(areas, counters, key, hashed, s, row, evict):  # type: ignore[no-untyped-def]
+def _let_in(areas, counters, key, hashed, s, row, evict):
     """Admit a key that is not resident into set `s`, with the row at an address. Returns 1, or 0 if there is no room without `evict`."""
     home = home_of(hashed)
     way, probation = free_way(areas, s, home), evict
@@ -285,7 +285,7 @@ def _let_in(areas, counters, key, hashed, s, row, evict):  # type: ignore[no-unt
 
 
 @compiled(types.int64(AREAS, KEYS, types.int64, types.boolean, COUNTERS), **BORROWS)
-def insert(areas, keys, rows, evict, counters):  # type: ignore[no-untyped-def]
+def insert(areas, keys, rows, evict, counters):
     """Admit distinct keys with the rows at address `rows`. Returns how many were admitted.
 
     A resident key keeps its row: both were read under views that are current. Without `evict` only free ways are filled, and without probation,
@@ -310,7 +310,7 @@ def insert(areas, keys, rows, evict, counters):  # type: ignore[no-untyped-def]
 
 
 @compiled(types.int64(AREAS, KEYS, types.int64, COUNTERS), **BORROWS)
-def try_accesses(areas, keys, row, counters):  # type: ignore[no-untyped-def]
+def try_accesses(areas, keys, row, counters):
     """Look keys up one after the other, counting heat, and admit each missing key with the row at an address. Returns the misses.
 
     For a trial cache that nobody else uses: what a cache of its size would have done with these look-ups.
@@ -330,7 +330,7 @@ def try_accesses(areas, keys, row, counters):  # type: ignore[no-untyped-def]
 
 
 @compiled(types.void(AREAS, KEYS, types.Array(types.uint8, 1, "C")), **BORROWS)
-def find_absent_keys(areas, keys, absent):  # type: ignore[no-untyped-def]
+def find_absent_keys(areas, keys, absent):
     """Set `absent` to 1 for keys that are remembered as not existing. Beside a writer an answer may be slightly out of date."""
     geometry = areas.control[GEOMETRY]
     for i in range(keys.size):
@@ -340,7 +340,7 @@ def find_absent_keys(areas, keys, absent):  # type: ignore[no-untyped-def]
 
 
 @compiled(types.int64(AREAS, KEYS, COUNTERS), **BORROWS)
-def insert_absent(areas, keys, counters):  # type: ignore[no-untyped-def]
+def insert_absent(areas, keys, counters):
     """Remember distinct keys as not existing. Returns how many are new."""
     geometry = areas.control[GEOMETRY]
     marked = 0
@@ -355,7 +355,7 @@ def insert_absent(areas, keys, counters):  # type: ignore[no-untyped-def]
 
 
 @compiled(types.void(AREAS, KEYS, types.int64, BOOLS, types.int64, types.int64, COUNTERS), **BORROWS)
-def update(areas, keys, rows, deleted, begin, end, counters):  # type: ignore[no-untyped-def]
+def update(areas, keys, rows, deleted, begin, end, counters):
     """Apply a delta to keys[begin:end] that are resident: overwrite or erase rows, set and clear absent marks."""
     geometry = areas.control[GEOMETRY]
     lines = areas.lines
