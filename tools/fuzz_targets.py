@@ -22,6 +22,7 @@ import numpy as np
 
 import tierstore
 from tests.predict import onnx_models
+from tests.service.conftest import eventually
 from tierstore.access.tokens import TokenFile, Tokens
 from tierstore.config import load_settings
 from tierstore.engine.store import Store
@@ -185,7 +186,8 @@ def _served(ask: Callable[[ServerThread, contextlib.ExitStack], Callable[[bytes]
         }  # fmt: skip
         store = stack.enter_context(Store(load_settings(None, **options)))
         store.load_snapshot(root / "snapshot")
-        request, log = ask(stack.enter_context(ServerThread(store)), stack), _Tracebacks(logging.WARNING)
+        server, log = stack.enter_context(ServerThread(store)), _Tracebacks(logging.WARNING)
+        request = ask(server, stack)
         for logger in map(logging.getLogger, ("tierstore", "grpc", "asyncio")):
             logger.addHandler(log)
             stack.callback(logger.removeHandler, log)
@@ -200,6 +202,7 @@ def _served(ask: Callable[[ServerThread, contextlib.ExitStack], Callable[[bytes]
             return outcome
 
         yield run
+        eventually(lambda: server.service.inflight.used_bytes == 0, "the bytes of all requests are given back")
 
 
 def _http(server: ServerThread, stack: contextlib.ExitStack) -> Callable[[bytes], tuple[str, bool]]:

@@ -61,6 +61,8 @@ def check(door: Door, inputs: dict[str, Any], expected: dict[str, np.ndarray], o
 @through()
 def test_rows_in_the_order_of_the_keys(door: Door) -> None:
     check(door, {"item_id": KEYS}, {"item_id": items(KEYS)})
+    fields = np.frombuffer(b"\x3a\x08" * 32, np.int64)  # the tag and length of a raw tensor in a message
+    check(door, {"item_id": fields}, {"item_id": items(fields)})
     big = np.array([1 << 63, 5, (1 << 64) - 1], np.uint64)
     check(door, {"big": big}, {"big": rows("big", [9.0, 5.0, 0.0])})
     names = words("u3", "", "λ", "u3", "missing", "u49")

@@ -14,7 +14,6 @@ import tierstore
 from tests.service.conftest import eventually, settings_for
 from tests.service.reactor.test_traffic import (
     DIM,
-    OIP,
     ROWS,
     Answer,
     Served,
@@ -69,41 +68,6 @@ def test_keys_in_json_have_the_plan_of_binary_ones(served: Served) -> None:
     with served.connect() as made:
         answer = ask(served, made, in_json(inputs, outputs, binary=True))
         assert answer.body == ask(served, made, message(inputs, outputs)).body
-
-
-def test_bags_offsets_weights_and_strings_in_json(served: Served) -> None:
-    random = np.random.default_rng(2)
-    inputs = {
-        "clicked": random.integers(0, ROWS, 40),
-        "clicked.offsets": np.array([0, 0, 7, 39]),
-        "clicked.weights": random.normal(size=40).astype(np.float32),
-        "word": [b"w1", b"w7", b"nothing", b""],
-        "item_id": random.integers(0, ROWS, (3, 5)),
-    }
-    outputs = ["clicked", "word", "word.found", "item_id", "item_id.found", "clicked.found"]
-    teach(served, in_json(inputs, outputs))
-    with served.connect() as made:
-        for change in (
-            {},
-            {"item_id": random.integers(0, ROWS, (0, 5))},
-            {"word": ["grün".encode()]},
-        ):
-            sent = in_json(inputs | change, outputs)
-            assert ask(served, made, sent).body == of_python(served, sent, made).body
-
-
-def test_what_does_not_fit_is_refused_as_python_refuses_it(served: Served) -> None:
-    sent = in_json({"item_id": np.array([11, 12])}, ["item_id"])
-    teach(served, sent)
-    for data in ("[11]", "[11, 12, 13]", "[11, 12.0]", "[11, 1e1]", "[11, null]", "[11, true]", '[11, "12"]', "[[11, 12]]", "[[11], [12]]",
-                 "[11, 9223372036854775808]", "[11, -9223372036854775809]", "[11, 012]", "[11, 12", "11", "{}"):  # fmt: skip
-        body = sent.partition(b"\r\n\r\n")[2].replace(b"[11, 12]", data.encode())
-        with served.connect() as made:
-            made.sendall(
-                b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s" % (OIP.encode(), len(body), body)
-            )
-            answer = Answer(made)
-        assert (answer.status, list(answer.document)) == (400, ["error"]), data
 
 
 def test_a_connection_ends_behind_an_answer_in_json(served: Served) -> None:
