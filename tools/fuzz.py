@@ -100,8 +100,8 @@ def save(name: str, inputs: list[bytes], most: int) -> None:
             (folder / xxhash.xxh3_64_hexdigest(data)).write_bytes(data)
 
 
-def fuzz(name: str, count: int, seed: int, until: float = float("inf")) -> Run:
-    """Run a target on what it has and on `count` inputs more."""
+def fuzz(name: str, count: int, seed: int, until: float = float("inf"), most_faults: int = 1 << 20) -> Run:
+    """Run a target on what it has, and on others made of it: `count` in all, until a time, or until there are so many faults."""
     rng = random.Random(f"{name} {seed}")
     with TARGETS[name]() as target:
         run = Run(target)
@@ -109,7 +109,7 @@ def fuzz(name: str, count: int, seed: int, until: float = float("inf")) -> Run:
             run.attempt(data)
             run.pool.append(data)
         run.fresh.clear()
-        while run.inputs < count and time.monotonic() < until:
+        while run.inputs < count and time.monotonic() < until and len(run.faults) < most_faults:
             run.attempt(spoil(rng.choice(run.pool), rng))
     return run
 

@@ -151,7 +151,7 @@ def parts_of(data: bytes) -> list[bytes]:
 
 def _lengths(data: bytes) -> tuple[list[bytes], Joined] | None:
     parts = parts_of(data)
-    return (parts, with_lengths) if len(parts) > 1 and with_lengths(parts) == data else None
+    return (parts, with_lengths) if len(parts) > 1 and any(parts) and with_lengths(parts) == data else None
 
 
 def _replies(data: bytes) -> tuple[list[bytes], Joined] | None:

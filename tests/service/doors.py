@@ -69,7 +69,9 @@ def encoded(array: np.ndarray) -> np.ndarray:
     """Strings as bytes, which protocols want."""
     if array.dtype != object:
         return array
-    return np.array([word.encode() for word in array.ravel().tolist()], object).reshape(array.shape)
+    return np.array(
+        [each.encode() if isinstance(each, str) else each for each in array.ravel().tolist()], object
+    ).reshape(array.shape)
 
 
 class Door:
@@ -346,7 +348,7 @@ PREDICT = "/tensorflow.serving.PredictionService/Predict"
 
 
 def tensor_proto(array: np.ndarray, *, content: bool = True) -> Any:
-    """A tensor as TensorFlow makes it: its bytes, or values one by one."""
+    """A tensor as TensorFlow makes it: its bytes, or values one by one; strings may be bytes already."""
     of = DATATYPES[np_to_triton_dtype(array.dtype)]
     made = TensorProto(dtype=of.tf_number, tensor_shape={"dim": [{"size": size} for size in array.shape]})
     if content and array.dtype != object:

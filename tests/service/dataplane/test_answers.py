@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.engine.quick_build import in_process
-from tests.service.conftest import GRPC, settings_for
+from tests.service.conftest import GRPC, eventually, settings_for
 from tests.service.doors import BAD, UNKNOWN, Door, OurClient, Refused, through
 from tests.service.fake_store import DEFAULT, ITEMS, USERS, VERSION
 from tests.service.scenes import KEYS, delta, items, rows, write_snapshot
@@ -26,14 +26,16 @@ FOUND = np.array([int(key) in ITEMS for key in KEYS])
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerThread]:
     """The model `ctr`, and its canary for half of those who do not say which version they want."""
     root = tmp_path_factory.mktemp("answers")
-    with in_process(), Store(settings_for(root, grpc_port=GRPC)) as store:
+    with in_process(), Store(settings_for(root, grpc_port=GRPC, keep_versions=2)) as store:
         store.load_snapshot(write_snapshot(root))
         store.load_snapshot(write_snapshot(root, model="split"))
         store.load_snapshot(write_snapshot(root, VERSION + 1, model="split", shift=SHIFT), activate=False)
-        store.load_snapshot(write_snapshot(root, model="changing"))
+        store.load_snapshot(write_snapshot(root, 1, model="changing"))
+        store.load_snapshot(write_snapshot(root, 2, model="changing", shift=SHIFT), activate=False)
         store.canary("split", VERSION + 1, share=0.5)
         store.label("split", "spring", VERSION + 1)
         with ServerThread(store) as server:
+            eventually(lambda: server.service.reactors_state == "running", "the reactors")
             yield server
 
 
@@ -205,14 +207,20 @@ def test_a_request_id_means_the_same_through_every_door(door: Door) -> None:
 
 
 @through()
-def test_a_delta_is_seen_by_every_request_after_it(door: Door) -> None:
-    store = door.server.service.store
-    for _ in range(3):
+def test_deltas_and_switches_are_seen_by_every_request_after_them(door: Door) -> None:
+    store, keys, answers = door.server.service.store, np.array([5, 6, 7]), door.server.service.reactors.answers
+    for step in range(8):
         seq = store.status()["models"]["changing"]["watermark"] + 1
         store.apply_delta(delta(seq, {5: 100.0 + seq}, model="changing", delete=(6,)))
-        answer = door.ask("changing", {"item_id": np.array([5, 6, 7])}, ["item_id", "item_id.found"])
-        np.testing.assert_array_equal(answer["item_id"], rows("item", [100.0 + seq, DEFAULT, 7]))
-        assert answer["item_id.found"].tolist() == [True, False, True]
+        for version in (2, 1) if step % 4 == 0 else (1,):
+            if step % 4 == 0:
+                store.activate("changing", version)
+            answer = door.ask("changing", {"item_id": keys}, ["item_id", "item_id.found"])
+            expected = [100.0 + seq, DEFAULT, 7 + (SHIFT if version == 2 else 0)]
+            np.testing.assert_array_equal(answer["item_id"], rows("item", expected))
+            assert answer["item_id.found"].tolist() == [True, False, True]
+            assert answer.version in (None, version)
+    assert not door.compiled or door.server.service.reactors.answers - answers >= 2, "they look at what is served too"
 
 
 # --- refusals

@@ -25,6 +25,7 @@ from tests.service.conftest import GRPC, eventually, settings_for
 from tests.service.doors import (
     UNKNOWN,
     Door,
+    OurClient,
     Refused,
     TfsColumns,
     TfsGrpc,
@@ -85,7 +86,7 @@ def test_heads_are_asked_by_name(door: Door) -> None:
         for _ in range(8):
             assert witnessed(door, head) == (1, 1)
         assert witnessed(door, head, version=2) == (2, 2)
-    if door.compiled:
+    if door.compiled and not isinstance(door, OurClient):  # whose ids decide beside a canary, which is for Python
         assert door.server.service.reactors.answers - answers > 12, "the compiled loops answer heads"
     with pytest.raises(Refused, match="no head 'nope'") as refused:
         door.ask("ctr.nope", {"item_id": KEYS}, ["seen"])

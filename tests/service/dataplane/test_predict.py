@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from tritonclient.utils import InferenceServerException
 
 import tierstore
-from tests.engine import scenes as engine_scenes
 from tests.engine.quick_build import in_process
 from tests.predict import onnx_models as om
 from tests.service.conftest import GRPC, settings_for
@@ -286,71 +284,6 @@ def test_a_dense_part_that_is_not_served_is_said_so(tmp_path: Path, monkeypatch:
                 ):
                     client.predict("ctr", {"item_id": KEYS8})
                 assert list(client.predict("ctr", {"item_id": KEYS8}, outputs=["item_id"])) == ["item_id"]
-
-
-TELLTALE = {"user_id": 4, "clicked": 8}
-MESSAGES = np.arange(1, 10)
-
-
-def stamped(stamp: int, seq: int) -> bytes:
-    rows = {t: (range(10), np.full((10, engine_scenes.DIM[t]), stamp, np.float32)) for t in ("user", "item")}
-    return engine_scenes.delta(seq, rows, dense=om.telltale(stamp, TELLTALE))
-
-
-def ask(client: httpx.Client) -> int:
-    """The one number that rows and graph of an answer name."""
-    shape = {"user_id": [9], "clicked": [9, 1]}
-    inputs = [{"name": n, "datatype": "INT64", "shape": s, "data": MESSAGES.tolist()} for n, s in shape.items()]
-    answer = client.post("/v2/models/ctr/infer", json={"inputs": inputs})
-    assert answer.status_code == 200, answer.text
-    outputs = {output["name"]: output["data"] for output in answer.json()["outputs"]}
-    assert not any(outputs["off"]), answer.text
-    (stamp,) = set(outputs["stamp"])
-    return int(stamp)
-
-
-def test_deltas_and_switches_under_load_fail_no_request_and_mix_no_answer(tmp_path: Path) -> None:
-    over, wrong, seen = threading.Event(), [], [set() for _ in range(3)]  # type: ignore[var-annotated]
-    with in_process(), Store(settings_for(tmp_path, lookup_threads=2)) as store:
-        store.load_snapshot(engine_scenes.write_snapshot(tmp_path, dense=om.telltale(0, TELLTALE)))
-        store.apply_delta(stamped(1, 1))
-
-        def work(mine: set[int], url: str) -> None:
-            try:
-                with httpx.Client(base_url=url, timeout=30) as client:
-                    while not over.is_set():
-                        mine.add(ask(client))
-            except BaseException as error:  # noqa: BLE001 - reported below
-                wrong.append(error)
-
-        with ServerThread(store) as server:
-            threads = [threading.Thread(target=work, args=(mine, server.url)) for mine in seen]
-            for thread in threads:
-                thread.start()
-            try:
-                with httpx.Client(base_url=server.url, timeout=60) as admin:
-                    for seq in range(2, 7):
-                        if seq == 4:
-                            where = engine_scenes.write_snapshot(
-                                tmp_path, 2, delta_seq=3, dense=om.telltale(3, TELLTALE)
-                            )
-                            store.load_snapshot(where, activate=False)
-                        sent = admin.post("/admin/models/ctr/deltas", content=stamped(seq, seq))
-                        assert sent.status_code == 200, sent.text
-                        assert ask(admin) == seq
-                        if seq >= 5:
-                            store.activate("ctr", 2 if seq == 5 else 1)
-                            assert ask(admin) == seq
-                        for _ in range(20_000):
-                            if wrong or all(seq in mine for mine in seen):
-                                break
-                            over.wait(0.001)
-            finally:
-                over.set()
-                for thread in threads:
-                    thread.join(60)
-    assert wrong == []
-    assert all({5, 6} <= mine for mine in seen)
 
 
 def test_a_missing_number_is_null_in_both_directions(server: ServerThread, tmp_path: Path) -> None:

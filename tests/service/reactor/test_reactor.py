@@ -331,39 +331,6 @@ def test_what_a_reactor_answers_is_counted_like_any(learned: tuple[socket.socket
         assert [now - then for now, then in zip(counted(), before, strict=True)] == [10, 10, 40, 10]
 
 
-def test_a_delta_is_seen_by_the_next_request(
-    learned: tuple[socket.socket, bytes, ServerThread], at_once: list[bool], tmp_path: Path
-) -> None:
-    made, message, server = learned
-    store = server.service.store
-    dim = store.model("ctr").tables["item"].dim
-    with made:
-        for seq in range(1, 60):
-            last = store.model("ctr").publisher.served.active.seq
-            path = tmp_path / f"{seq}.arrow"
-            with tierstore.DeltaWriter(path, model="ctr", seq=last + 1, event_time=datetime.now(UTC)) as writer:
-                writer.upsert("item", np.zeros(1, np.int64), np.full((1, dim), seq, np.float32))
-            store.apply_delta(path)
-            made.sendall(message)
-            body = answer(made)[1]
-            assert np.frombuffer(body[-4 * dim * 4 - 4 : -4], np.float32).tolist() == [float(seq)] * (4 * dim)
-    assert at_once == []
-
-
-def test_a_switch_is_seen_by_the_next_request(
-    learned: tuple[socket.socket, bytes, ServerThread], tmp_path: Path
-) -> None:
-    made, message, server = learned
-    store = server.service.store
-    with made:
-        store.load_snapshot(write_small(tmp_path, "ctr", "item", 2))
-        for version in (2, 1, 2, 1):
-            store.activate("ctr", version)
-            for _ in range(3):
-                made.sendall(message)
-                assert b'"model_version":"%d"' % version in answer(made)[1]
-
-
 @pytest.mark.thorough
 def test_a_version_that_was_left_is_closed_though_reactors_go_on(
     learned: tuple[socket.socket, bytes, ServerThread], tmp_path: Path
