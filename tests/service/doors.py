@@ -135,9 +135,8 @@ class OurClient(Door):
         """(features with a combiner, whether a dense part answers)."""
         try:
             with self.server.service.store.model(name).view() as view:
-                return {each for each, of in view.features.items() if of.combiner is not None}, bool(
-                    head
-                ) or view.has_dense
+                pooled = {each for each, of in view.features.items() if of.combiner is not None}
+                return pooled, bool(head) or view.has_dense
         except NotFound:
             return set(), False
 
@@ -262,9 +261,12 @@ class TritonGrpc(TritonHttp):
 
 
 class TritonTyped(TritonGrpc):
-    """The same with a field of the message for each element, as its clients of other languages may send them."""
+    """The same on the port of HTTP, with a field of the message for each element, as clients of other languages may send them."""
 
     compiled = False
+
+    def address(self) -> str | None:
+        return f"127.0.0.1:{self.server.port}"
 
     def tensor(self, name: str, array: np.ndarray) -> Any:
         made = self.triton.InferInput(name, list(array.shape), np_to_triton_dtype(array.dtype))
@@ -398,8 +400,11 @@ class TfsGrpc(Door):
     def __init__(self, server: ServerThread) -> None:
         super().__init__(server)
         grpc = pytest.importorskip("grpc", reason="grpcio is not installed")
-        self._errors, self._channel = grpc.RpcError, grpc.insecure_channel(server.grpc_target)
+        self._errors, self._channel = grpc.RpcError, grpc.insecure_channel(self.address())
         self._call = self._channel.unary_unary(PREDICT, PredictRequest.SerializeToString, PredictResponse.FromString)
+
+    def address(self) -> str | None:
+        return self.server.grpc_target
 
     def close(self) -> None:
         self._channel.close()
@@ -420,9 +425,12 @@ class TfsGrpc(Door):
 
 
 class TfsValues(TfsGrpc):
-    """The same with a field of the message for each element."""
+    """The same on the port of HTTP, with a field of the message for each element."""
 
     content = False
+
+    def address(self) -> str | None:
+        return f"127.0.0.1:{self.server.port}"
 
 
 OIP: list[type[TritonHttp]] = [TritonHttp, TritonJson, TritonGrpc, TritonTyped]

@@ -23,7 +23,6 @@ from tests.service.reactor.test_traffic import (
     row_of,
     served,
     teach,
-    write,
 )
 from tierstore.engine.store import Store
 from tierstore.service.server import ServerThread
@@ -78,33 +77,6 @@ def test_a_connection_ends_behind_an_answer_in_json(served: Served) -> None:
             assert b"\r\nconnection: close" in answer.head
             assert answer.outputs["item_id"].shape == (n, DIM)
             assert made.recv(1) == b""
-
-
-@pytest.fixture
-def cold(tmp_path: Path) -> Iterator[Served]:
-    """A service whose memory has few of its rows."""
-    with Store(settings_for(tmp_path, host_budget="64KiB")) as store:
-        store.load_snapshot(write(tmp_path, 1, plain=True))
-        with ServerThread(store) as server:
-            yield Served(store, server)
-
-
-def test_rows_that_memory_lacks_go_into_json_too(cold: Served) -> None:
-    random = np.random.default_rng(3)
-    outputs = ["item_id", "item_id.found"]
-    teach(cold, in_json({"item_id": np.arange(3)}, outputs))
-    before = cold.by_reactors
-    with cold.connect() as made:
-        for n in (5, 60, 700, 9000):
-            keys = random.integers(0, ROWS + 100, n)
-            for binary in (False, True):
-                made.sendall(in_json({"item_id": keys}, outputs, binary=binary, id="c"))
-                answer = Answer(made)
-                np.testing.assert_array_equal(answer.outputs["item_id"], row_of(keys))
-                np.testing.assert_array_equal(answer.outputs["item_id.found"], keys < ROWS)
-                assert answer.document["id"] == "c"
-    assert cold.by_reactors - before >= 6
-    eventually(lambda: cold.server.service.inflight.used_bytes == 0, "nothing is held")
 
 
 FEATURES = 1000

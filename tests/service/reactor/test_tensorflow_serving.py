@@ -237,28 +237,6 @@ def test_any_number_of_keys_takes_one_plan(two: tuple[Served, Served]) -> None:
     assert len(set(plans)) == 1
 
 
-def test_rows_that_memory_lacks_go_into_answers_too(tmp_path: Path) -> None:
-    with in_process(), Store(settings_for(tmp_path, host_budget="64KiB")) as store:
-        store.load_snapshot(write(tmp_path, 1, plain=True))
-        with ServerThread(store) as server:
-            served = Served(store, server)
-            with served.connect() as made, OverPredict(served) as calls:
-                rng, before = np.random.default_rng(3), served.by_reactors
-                for n in (3, 3, 60, 700, 3500):  # more would not fit the window of the client
-                    keys = rng.integers(0, ROWS + 100, n)
-                    made.sendall(in_tfs_json({"inputs": {"item_id": keys.tolist()}}))
-                    np.testing.assert_array_equal(np.array(Answer(made).document["outputs"], np.float32), row_of(keys))
-                    for content in (True, False):
-                        calls.send(predict_request({"item_id": keys}, [], content=content).SerializeToString())
-                        found = calls.answer().response.outputs["item_id"]
-                        assert [dim.size for dim in found.tensor_shape.dim] == [n, DIM]
-                        np.testing.assert_array_equal(
-                            np.frombuffer(found.tensor_content, np.float32).reshape(n, DIM), row_of(keys)
-                        )
-                assert served.by_reactors - before >= 12
-            idle(served)
-
-
 def test_the_order_of_inputs_takes_no_further_plan(two: tuple[Served, Served]) -> None:
     here, _ = two
     inputs = {"item_id": np.arange(3), "clicked": np.arange(3), "word": [b"w1", b"w2", b"w3"]}
