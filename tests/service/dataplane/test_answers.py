@@ -209,11 +209,11 @@ def test_a_request_id_means_the_same_through_every_door(door: Door) -> None:
 @through()
 def test_deltas_and_switches_are_seen_by_every_request_after_them(door: Door) -> None:
     store, keys, answers = door.server.service.store, np.array([5, 6, 7]), door.server.service.reactors.answers
-    for step in range(8):
+    for step in range(6):
         seq = store.status()["models"]["changing"]["watermark"] + 1
         store.apply_delta(delta(seq, {5: 100.0 + seq}, model="changing", delete=(6,)))
-        for version in (2, 1) if step % 4 == 0 else (1,):
-            if step % 4 == 0:
+        for version in (2, 1) if step == 2 else (1,):
+            if step == 2:
                 store.activate("changing", version)
             answer = door.ask("changing", {"item_id": keys}, ["item_id", "item_id.found"])
             expected = [100.0 + seq, DEFAULT, 7 + (SHIFT if version == 2 else 0)]

@@ -16,6 +16,7 @@ from tierstore.service.server import ServerThread
 
 ROWS, DIM = 120_000, 8  # the host tier has room for a third of them
 CHANGED = np.arange(500, 600)
+RNG = np.random.default_rng(1)  # other keys for each door, which are not in memory yet
 
 
 def rows_of(keys: np.ndarray, shift: float = 0.0) -> np.ndarray:
@@ -44,15 +45,15 @@ def from_disk(server: ServerThread) -> int:
 
 @through()
 def test_rows_bags_and_hashed_keys_from_disk(door: Door) -> None:
-    rng, reactors, disk = np.random.default_rng(1), door.server.service.reactors, from_disk(door.server)
+    reactors, disk = door.server.service.reactors, from_disk(door.server)
     for size in (1, 2, 64, 700, 1500):
         if size == 2:  # all is learned
             answers = reactors.answers
-        keys = rng.integers(1000, ROWS + 100, size)
+        keys = RNG.integers(1000, ROWS + 100, size)
         answer = door.ask("ctr", {"item_id": keys}, ["item_id", "item_id.found"])
         np.testing.assert_array_equal(answer["item_id"], rows_of(keys))
         assert answer["item_id.found"].tolist() == (keys < ROWS).tolist()
-        far = keys + ROWS * rng.integers(-5, 6, size)
+        far = keys + ROWS * RNG.integers(-5, 6, size)
         (rows,) = door.ask("ctr", {"hashed": far}, ["hashed"]).values()
         known = ~np.isin(far % ROWS, CHANGED)
         np.testing.assert_array_equal(rows[known], rows_of(far % ROWS)[known])
@@ -67,7 +68,7 @@ def test_rows_bags_and_hashed_keys_from_disk(door: Door) -> None:
 
 @through()
 def test_rows_that_deltas_changed_are_read_as_unchanged_ones_are(door: Door, tmp_path: Path) -> None:
-    server, rng = door.server, np.random.default_rng(2)
+    server = door.server
     model = server.service.store.model("ctr")
     seq, left = model.publisher.served.active.seq + 1, server.service.reactors.handed_on["rows_on_disk"]
     with tierstore.DeltaWriter(tmp_path / "delta", model="ctr", seq=seq) as writer:
@@ -75,8 +76,8 @@ def test_rows_that_deltas_changed_are_read_as_unchanged_ones_are(door: Door, tmp
     server.service.store.apply_delta((tmp_path / "delta").read_bytes())
     for _ in range(2):  # laid over the table, then in RocksDB
         for _ in range(5):  # keys that are in memory afterwards do not ask the disk
-            keys = rng.integers(1000, ROWS, 60)
-            keys[:3] = rng.choice(CHANGED, 3)
+            keys = RNG.integers(1000, ROWS, 60)
+            keys[:3] = RNG.choice(CHANGED, 3)
             expected = np.concatenate([rows_of(keys[:3], seq / 8), rows_of(keys[3:])])
             (rows,) = door.ask("ctr", {"item_id": keys}, ["item_id"]).values()
             np.testing.assert_array_equal(rows, expected)
