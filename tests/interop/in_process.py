@@ -1,4 +1,4 @@
-"""Clients of the tests' own environment that `tests/service/doors.py` does not ask with: those of asyncio, and of shared memory."""
+"""Clients of the tests' own environment that `tests/service/callers.py` does not ask with: those of asyncio, and of shared memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of what is answered, through every door."""
+"""Tests of what is answered, over every protocol."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.service.doors import DOORS, Door
+from tests.service.callers import CALLERS, Caller
 from tierstore.service.server import ServerThread
 
 
-@pytest.fixture(params=DOORS, ids=lambda door: door.__name__)
-def door(request: pytest.FixtureRequest, server: ServerThread) -> Iterator[Door]:
+@pytest.fixture(params=CALLERS, ids=lambda caller: caller.__name__)
+def caller(request: pytest.FixtureRequest, server: ServerThread) -> Iterator[Caller]:
     """To the fixture `server`, which a file of tests may have of its own."""
-    door: Door = request.param(server)
-    yield door
-    door.close()
+    caller: Caller = request.param(server)
+    yield caller
+    caller.close()

@@ -1,4 +1,4 @@
-"""Rows that memory lacks, through every door: right, whether deltas changed them or not, and read without Python where compiled threads may."""
+"""Rows that memory lacks, over every protocol: right, whether deltas changed them or not, and read without Python where compiled threads may."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 import tierstore
+from tests.service.callers import Caller, over_all
 from tests.service.conftest import GRPC, eventually, settings_for
-from tests.service.doors import Door, through
 from tierstore.engine.store import Store
 from tierstore.service.server import ServerThread
 
 ROWS, DIM = 120_000, 8  # the host tier has room for a third of them
 CHANGED = np.arange(500, 600)
-RNG = np.random.default_rng(1)  # other keys for each door, which are not in memory yet
+RNG = np.random.default_rng(1)  # other keys for each caller, which are not in memory yet
 
 
 def rows_of(keys: np.ndarray, shift: float = 0.0) -> np.ndarray:
@@ -43,32 +43,32 @@ def from_disk(server: ServerThread) -> int:
     return int(server.service.store.status()["models"]["ctr"]["tables"]["item"]["lookup_keys"]["disk"])
 
 
-@through()
-def test_rows_bags_and_hashed_keys_from_disk(door: Door) -> None:
-    reactors, disk = door.server.service.reactors, from_disk(door.server)
+@over_all()
+def test_rows_bags_and_hashed_keys_from_disk(caller: Caller) -> None:
+    reactors, disk = caller.server.service.reactors, from_disk(caller.server)
     for size in (1, 2, 64, 700, 1500):
         if size == 2:  # all is learned
             answers = reactors.answers
         keys = RNG.integers(1000, ROWS + 100, size)
-        answer = door.ask("ctr", {"item_id": keys}, ["item_id", "item_id.found"])
+        answer = caller.ask("ctr", {"item_id": keys}, ["item_id", "item_id.found"])
         np.testing.assert_array_equal(answer["item_id"], rows_of(keys))
         assert answer["item_id.found"].tolist() == (keys < ROWS).tolist()
         far = keys + ROWS * RNG.integers(-5, 6, size)
-        (rows,) = door.ask("ctr", {"hashed": far}, ["hashed"]).values()
+        (rows,) = caller.ask("ctr", {"hashed": far}, ["hashed"]).values()
         known = ~np.isin(far % ROWS, CHANGED)
         np.testing.assert_array_equal(rows[known], rows_of(far % ROWS)[known])
         starts = np.array([0, size // 2])
-        (sums,) = door.ask("ctr", {"bag": keys, "bag.offsets": starts}, ["bag"]).values()
+        (sums,) = caller.ask("ctr", {"bag": keys, "bag.offsets": starts}, ["bag"]).values()
         expected = np.stack([part.sum(0) for part in np.split(rows_of(keys).astype(np.float64), starts[1:])])
         np.testing.assert_allclose(sums, expected, rtol=1e-5)
-    assert from_disk(door.server) - disk > 1000
-    assert not door.compiled or reactors.answers - answers >= 9
-    eventually(lambda: door.server.service.inflight.used_bytes == 0, "nothing is held")
+    assert from_disk(caller.server) - disk > 1000
+    assert not caller.compiled or reactors.answers - answers >= 9
+    eventually(lambda: caller.server.service.inflight.used_bytes == 0, "nothing is held")
 
 
-@through()
-def test_rows_that_deltas_changed_are_read_as_unchanged_ones_are(door: Door, tmp_path: Path) -> None:
-    server = door.server
+@over_all()
+def test_rows_that_deltas_changed_are_read_as_unchanged_ones_are(caller: Caller, tmp_path: Path) -> None:
+    server = caller.server
     model = server.service.store.model("ctr")
     seq, left = model.publisher.served.active.seq + 1, server.service.reactors.handed_on["rows_on_disk"]
     with tierstore.DeltaWriter(tmp_path / "delta", model="ctr", seq=seq) as writer:
@@ -79,7 +79,7 @@ def test_rows_that_deltas_changed_are_read_as_unchanged_ones_are(door: Door, tmp
             keys = RNG.integers(1000, ROWS, 60)
             keys[:3] = RNG.choice(CHANGED, 3)
             expected = np.concatenate([rows_of(keys[:3], seq / 8), rows_of(keys[3:])])
-            (rows,) = door.ask("ctr", {"item_id": keys}, ["item_id"]).values()
+            (rows,) = caller.ask("ctr", {"item_id": keys}, ["item_id"]).values()
             np.testing.assert_array_equal(rows, expected)
         eventually(lambda: not model.publisher.served.active.overlays, "it is folded")
     assert server.service.reactors.handed_on["rows_on_disk"] == left

@@ -21,19 +21,19 @@ from tests.engine.quick_build import in_process
 from tests.engine.reads.test_heads import HEADS, INPUTS, KEYS, graph, rows, snapshot
 from tests.extras import has_grpc
 from tests.predict import onnx_models as om
-from tests.service.conftest import GRPC, eventually, settings_for
-from tests.service.doors import (
+from tests.service.callers import (
     UNKNOWN,
-    Door,
+    Caller,
     OurClient,
     Refused,
     TfsColumns,
     TfsGrpc,
     TritonGrpc,
     TritonHttp,
+    over_all,
     tfs_call,
-    through,
 )
+from tests.service.conftest import GRPC, eventually, settings_for
 from tierstore.access.roles import Role
 from tierstore.access.tokens import TokenFile
 from tierstore.engine.store import Store
@@ -54,9 +54,9 @@ def inputs_of(head: str) -> dict[str, np.ndarray]:
     return found
 
 
-def witnessed(door: Door, head: str, **how: Any) -> tuple[int, int]:
+def witnessed(caller: Caller, head: str, **how: Any) -> tuple[int, int]:
     """(number of the rows, number of the graph) of an answer."""
-    (seen,) = door.ask(named(head), inputs_of(head), ["seen"], **how).values()
+    (seen,) = caller.ask(named(head), inputs_of(head), ["seen"], **how).values()
     return om.witnessed(seen)
 
 
@@ -79,36 +79,36 @@ def web(server: ServerThread) -> Iterator[httpx.Client]:
         yield client
 
 
-@through()
-def test_heads_are_asked_by_name(door: Door) -> None:
-    answers = door.server.service.reactors.answers
+@over_all()
+def test_heads_are_asked_by_name(caller: Caller) -> None:
+    answers = caller.server.service.reactors.answers
     for head in HEADS:
         for _ in range(8):
-            assert witnessed(door, head) == (1, 1)
-        assert witnessed(door, head, version=2) == (2, 2)
-    if door.compiled and not isinstance(door, OurClient):  # whose ids decide beside a canary, which is for Python
-        assert door.server.service.reactors.answers - answers > 12, "the compiled loops answer heads"
+            assert witnessed(caller, head) == (1, 1)
+        assert witnessed(caller, head, version=2) == (2, 2)
+    if caller.compiled and not isinstance(caller, OurClient):  # whose ids decide beside a canary, which is for Python
+        assert caller.server.service.reactors.answers - answers > 12, "the compiled loops answer heads"
     with pytest.raises(Refused, match="no head 'nope'") as refused:
-        door.ask("ctr.nope", {"item_id": KEYS}, ["seen"])
+        caller.ask("ctr.nope", {"item_id": KEYS}, ["seen"])
     assert refused.value.kind == UNKNOWN
 
 
-@through()
-def test_rows_of_the_model_are_looked_up_under_the_name_of_a_head(door: Door) -> None:
-    (rows_of_user,) = door.ask("ctr.cvr", {"user_id": KEYS}, ["user_id"]).values()
+@over_all()
+def test_rows_of_the_model_are_looked_up_under_the_name_of_a_head(caller: Caller) -> None:
+    (rows_of_user,) = caller.ask("ctr.cvr", {"user_id": KEYS}, ["user_id"]).values()
     np.testing.assert_array_equal(rows_of_user, np.ones((9, 4)))
-    both = door.ask("ctr.cvr", {"item_id": KEYS}, ["seen", "item_id"])
+    both = caller.ask("ctr.cvr", {"item_id": KEYS}, ["seen", "item_id"])
     assert om.witnessed(both["seen"]) == (1, 1)
     np.testing.assert_array_equal(both["item_id"], np.ones((9, 8)))
 
 
-@through(doors=[TritonHttp, TritonGrpc])
-def test_documents_of_the_open_inference_protocol_name_heads(door: TritonHttp) -> None:
-    client, http = door.client, type(door) is TritonHttp
+@over_all(callers=[TritonHttp, TritonGrpc])
+def test_documents_of_the_open_inference_protocol_name_heads(caller: TritonHttp) -> None:
+    client, http = caller.client, type(caller) is TritonHttp
     how = {} if http else {"as_json": True}
     for head in HEADS:
         for version in ("1", "2"):
-            witnessed(door, head, version=int(version))
+            witnessed(caller, head, version=int(version))
             assert client.is_model_ready(named(head), version)
         metadata = client.get_model_metadata(named(head), **how)
         assert (metadata["name"], metadata["versions"]) == (named(head), ["1", "2"])
@@ -154,10 +154,10 @@ def test_documents_of_tensorflow_serving_name_heads(server: ServerThread, web: h
 
 
 def test_status_and_metrics_name_heads(server: ServerThread, web: httpx.Client) -> None:
-    door = TfsColumns(server)
+    caller = TfsColumns(server)
     for head in HEADS:
-        witnessed(door, head)
-    door.close()
+        witnessed(caller, head)
+    caller.close()
     document = server.service.store.status()["models"]["ctr"]
     assert document["heads"].keys() == {"cvr", "ltv"}
     assert all(of["runs"] > 0 for of in document["heads"].values())
@@ -243,9 +243,9 @@ class Story:
             self.states[head].add((version, of, number))
 
 
-def whole(door: Door, head: str) -> tuple[int, ...]:
+def whole(caller: Caller, head: str) -> tuple[int, ...]:
     """(version where the protocol says it, number of the rows, number of the graph)."""
-    answer = door.ask(named(head), inputs_of(head), ["seen"])
+    answer = caller.ask(named(head), inputs_of(head), ["seen"])
     (seen,) = answer.values()
     return *(() if answer.version is None else (answer.version,)), *om.witnessed(seen)
 
@@ -261,13 +261,12 @@ def test_no_answer_of_three_heads_is_mixed_and_none_fails_while_all_of_it_change
         ServerThread(store) as server,
     ):
 
-        def callers(head: str) -> Iterator[Callable[[], tuple[int, ...]]]:
+        def asks(head: str) -> Iterator[Callable[[], tuple[int, ...]]]:
             kinds = [TritonHttp, TfsColumns, *([TritonGrpc, TfsGrpc] if has_grpc() else [])] * 2
-            doors = [kind(server) for kind in kinds]
-            yield from itertools.cycle([functools.partial(whole, door, head) for door in doors])
+            yield from itertools.cycle([functools.partial(whole, kind(server), head) for kind in kinds])
 
         def go_on(head: str) -> None:
-            for ask in callers(head):
+            for ask in asks(head):
                 if over.is_set():
                     return
                 try:

@@ -13,8 +13,8 @@ import xxhash
 from tritonclient.utils import InferenceServerException
 
 from tests.imports.test_hps import hps
+from tests.service.callers import OIP, Caller, Refused, TritonGrpc, TritonHttp, over_all
 from tests.service.conftest import GRPC, settings_for
-from tests.service.doors import OIP, Door, Refused, TritonGrpc, TritonHttp, through
 from tests.service.scenes import write_snapshot
 from tierstore.cli import main
 from tierstore.engine.store import Store
@@ -76,55 +76,55 @@ def inputs(keys: list[int], numbers: list[int]) -> dict[str, np.ndarray]:
     return {"KEYS": np.array([keys], np.int64), "NUMKEYS": np.array([numbers], np.int32)}
 
 
-def looked_up(door: Door, keys: list[int], numbers: list[int], **how: Any) -> list[float]:
-    answer = door.ask("wdl", inputs(keys, numbers), ["OUTPUT0"], **how)
+def looked_up(caller: Caller, keys: list[int], numbers: list[int], **how: Any) -> list[float]:
+    answer = caller.ask("wdl", inputs(keys, numbers), ["OUTPUT0"], **how)
     assert answer.keys() == {"OUTPUT0"}
     assert answer["OUTPUT0"].ndim == 1
     found: list[float] = answer["OUTPUT0"].tolist()
     return found
 
 
-@through(doors=OIP)
-def test_rows_of_one_table_after_those_of_the_other(door: Door) -> None:
+@over_all(callers=OIP)
+def test_rows_of_one_table_after_those_of_the_other(caller: Caller) -> None:
     for keys, numbers, rows in (
         ([4, 99, 0, 3, -1], [3, 2], wide(4, 99, 0) + deep(3, -1)),  # again and again, as clients do
         ([4, 99, 0, 3, -1], [0, 5], deep(4, 99, 0, 3, -1)),
         ([4, 99, 0, 3, -1], [5, 0], wide(4, 99, 0, 3, -1)),
         ([], [0, 0], []),
     ):
-        assert looked_up(door, keys, numbers) == rows
+        assert looked_up(caller, keys, numbers) == rows
 
 
-@through(doors=OIP)
-def test_no_outputs_and_inputs_in_any_order(door: Door) -> None:
-    answer = door.ask("wdl", dict([*inputs([1, 2, 3], [1, 2]).items()][::-1]))
+@over_all(callers=OIP)
+def test_no_outputs_and_inputs_in_any_order(caller: Caller) -> None:
+    answer = caller.ask("wdl", dict([*inputs([1, 2, 3], [1, 2]).items()][::-1]))
     assert answer["OUTPUT0"].tolist() == wide(1) + deep(2, 3)
 
 
-@through(doors=OIP)
-def test_as_many_keys_as_a_batch_has(door: Door) -> None:
+@over_all(callers=OIP)
+def test_as_many_keys_as_a_batch_has(caller: Caller) -> None:
     keys = np.random.default_rng(7).integers(-2, 7, 6000).tolist()
-    assert looked_up(door, keys, [1000, 5000]) == wide(*keys[:1000]) + deep(*keys[1000:])
+    assert looked_up(caller, keys, [1000, 5000]) == wide(*keys[:1000]) + deep(*keys[1000:])
     with pytest.raises(Refused, match="takes 72000 bytes of rows, 65536 are allowed: split"):
-        looked_up(door, [1] * 6000, [6000, 0])
+        looked_up(caller, [1] * 6000, [6000, 0])
 
 
-@through(doors=OIP)
-def test_ids_are_hashed_where_the_features_say_so(door: Door) -> None:
+@over_all(callers=OIP)
+def test_ids_are_hashed_where_the_features_say_so(caller: Caller) -> None:
     wide_ids, deep_ids = [17, -1, 1 << 62, 4], [4, -(1 << 63), 7]
     of_wide = [xxhash.xxh3_64_intdigest(key.to_bytes(8, "little", signed=True), 9) % 5 for key in wide_ids]
     of_deep = [key % 4 for key in deep_ids]
     assert len(set(of_wide)) > 1
     for _ in range(3):
-        answer = door.ask("hashed", inputs([*wide_ids, *deep_ids], [4, 3]))
+        answer = caller.ask("hashed", inputs([*wide_ids, *deep_ids], [4, 3]))
         assert answer["OUTPUT0"].tolist() == wide(*of_wide) + deep(*of_deep)
-        answer = door.ask("hashed", {DEEP: np.array(deep_ids), WIDE: np.array(wide_ids)})
+        answer = caller.ask("hashed", {DEEP: np.array(deep_ids), WIDE: np.array(wide_ids)})
         assert answer[DEEP].ravel().tolist() == deep(*of_deep)
         assert answer[WIDE].ravel().tolist() == wide(*of_wide)
 
 
-@through(doors=OIP)
-def test_numbers_that_do_not_add_up(door: Door) -> None:
+@over_all(callers=OIP)
+def test_numbers_that_do_not_add_up(caller: Caller) -> None:
     for numbers, says in (
         ([1, 1], r"'NUMKEYS': expected how many of the 3 keys are of each table, wide, deep; got \[1, 1\]"),
         ([4, -1], r"'NUMKEYS': expected how many of the 3 keys .*got \[4, -1\]"),
@@ -132,29 +132,29 @@ def test_numbers_that_do_not_add_up(door: Door) -> None:
         ([3], r"'NUMKEYS': expected a number a table, 2 for wide, deep; the shape is \[1, 1\]"),
     ):
         with pytest.raises(Refused, match=says):
-            looked_up(door, [1, 2, 3], numbers)
+            looked_up(caller, [1, 2, 3], numbers)
 
 
 @pytest.mark.parametrize("kind", [TritonHttp, TritonGrpc])
 def test_what_else_is_refused(server: ServerThread, kind: type[TritonHttp]) -> None:
-    door = kind(server)
-    keys, numbers = (door.tensor(*each) for each in inputs([1], [1, 0]).items())
-    long = door.tensor("NUMKEYS", np.array([[1, 0]], np.int64))
-    half = door.client.infer("wdl", [keys, numbers], outputs=[door.wanted("OUTPUT0", dtype="FP16")])
+    caller = kind(server)
+    keys, numbers = (caller.tensor(*each) for each in inputs([1], [1, 0]).items())
+    long = caller.tensor("NUMKEYS", np.array([[1, 0]], np.int64))
+    half = caller.client.infer("wdl", [keys, numbers], outputs=[caller.wanted("OUTPUT0", dtype="FP16")])
     assert half.as_numpy("OUTPUT0").dtype == np.float16
     assert half.as_numpy("OUTPUT0").tolist() == wide(1)
     for model, given, outputs, says in (
         ("wdl", [keys, long], None, "input 'NUMKEYS': expected INT32, got INT64"),
         ("wdl", [long, numbers], None, "input 'NUMKEYS' is given twice"),
         ("wdl", [keys], None, "unknown input 'KEYS'"),
-        ("wdl", [keys, numbers], [door.wanted(WIDE)], "answered by the output 'OUTPUT0' alone, asked for .*wide"),
-        ("wdl", [keys, numbers], [door.wanted("OUTPUT0", combiner="sum")], "rows as they are"),
-        ("wdl", [keys, numbers], [door.wanted("OUTPUT0", dtype="FP64")], "dtype 'FP64' is not served"),
+        ("wdl", [keys, numbers], [caller.wanted(WIDE)], "answered by the output 'OUTPUT0' alone, asked for .*wide"),
+        ("wdl", [keys, numbers], [caller.wanted("OUTPUT0", combiner="sum")], "rows as they are"),
+        ("wdl", [keys, numbers], [caller.wanted("OUTPUT0", dtype="FP64")], "dtype 'FP64' is not served"),
         ("ctr", [keys, numbers], None, "table 'user' has string keys"),
     ):
         with pytest.raises(InferenceServerException, match=says):
-            door.client.infer(model, given, outputs=outputs)
-    door.close()
+            caller.client.infer(model, given, outputs=outputs)
+    caller.close()
 
 
 def test_a_model_with_inputs_of_these_names_keeps_them(
@@ -168,7 +168,7 @@ def test_a_model_with_inputs_of_these_names_keeps_them(
         writer.feature("KEYS", table="KEYS")
         writer.feature("NUMKEYS", table="KEYS")
     store.load_snapshot(tmp_path / "s")
-    door = TritonHttp(server)
-    answer = door.ask("named", {"KEYS": np.array([5]), "NUMKEYS": np.array([6])})
+    caller = TritonHttp(server)
+    answer = caller.ask("named", {"KEYS": np.array([5]), "NUMKEYS": np.array([6])})
     assert (answer["KEYS"].tolist(), answer["NUMKEYS"].tolist()) == ([[0.5]], [[0.0]])
-    door.close()
+    caller.close()

@@ -11,8 +11,8 @@ import pytest
 
 import tierstore
 from tests.hashed_keys import FEATURES, IDS, PADDING, ROWS, UNSIGNED, vectors, write_hashed, xxh3
+from tests.service.callers import BAD, Caller, Refused, TritonGrpc, TritonHttp, over_all
 from tests.service.conftest import GRPC, eventually, settings_for
-from tests.service.doors import BAD, Door, Refused, TritonGrpc, TritonHttp, through
 from tests.service.upstream.scenes import Scene
 from tierstore.engine.store import Store
 from tierstore.service.server import ServerThread
@@ -33,73 +33,75 @@ def array(keys: Any) -> np.ndarray:
     return np.array(keys, object) if isinstance(keys, list) else keys
 
 
-@through()
-def test_the_row_is_that_of_the_hashed_key(door: Door) -> None:
-    before = door.server.service.reactors.answers
+@over_all()
+def test_the_row_is_that_of_the_hashed_key(caller: Caller) -> None:
+    before = caller.server.service.reactors.answers
     for feature, (_, keys, rows) in FEATURES.items():
         for _ in range(4):  # the first is planned by Python, and reactors learn from it
-            answer = door.ask("ctr", {feature: array(keys)}, [feature, f"{feature}.found"])
+            answer = caller.ask("ctr", {feature: array(keys)}, [feature, f"{feature}.found"])
             np.testing.assert_array_equal(answer[feature], vectors(rows), feature)
             assert answer[f"{feature}.found"].all()
     one_request = {name: array(keys) for name, (_, keys, _) in FEATURES.items()}
     for _ in range(3):
-        answer = door.ask("ctr", one_request)
+        answer = caller.ask("ctr", one_request)
         for name, (_, _, rows) in FEATURES.items():
             np.testing.assert_array_equal(answer[name], vectors(rows), name)
-    (half,) = door.ask("ctr", {"by_seed": IDS}, half=True).values()
+    (half,) = caller.ask("ctr", {"by_seed": IDS}, half=True).values()
     np.testing.assert_array_equal(half, vectors(FEATURES["by_seed"][2]).astype(np.float16))
-    if door.compiled:
-        assert door.server.service.reactors.answers - before >= len(FEATURES)
+    if caller.compiled:
+        assert caller.server.service.reactors.answers - before >= len(FEATURES)
 
 
-@through(doors=[TritonHttp, TritonGrpc])
-def test_any_keys_have_the_rows_that_python_gives_them(door: Door) -> None:
+@over_all(callers=[TritonHttp, TritonGrpc])
+def test_any_keys_have_the_rows_that_python_gives_them(caller: Caller) -> None:
     """Compiled threads hash as `formats/key_hash.py` and `formats/trainer_hash.py` do."""
-    rng, before = np.random.default_rng(4), door.server.service.reactors.answers
+    rng, before = np.random.default_rng(4), caller.server.service.reactors.answers
     for size in (1, 2, 700, 9000):
         codes = rng.integers(-(1 << 63), 1 << 63, size, np.int64, endpoint=False) >> rng.integers(0, 64, size)
         for feature, (how, some, _) in FEATURES.items():
             keys: Any = [f"w{code}" for code in codes.tolist()] if isinstance(some, list) else codes.view(some.dtype)
-            answer = door.ask("ctr", {feature: array(keys)}, [feature])
+            answer = caller.ask("ctr", {feature: array(keys)}, [feature])
             np.testing.assert_array_equal(answer[feature], vectors(tierstore.row_numbers(keys, how)), feature)
-    assert door.server.service.reactors.answers - before >= 3 * len(FEATURES)
+    assert caller.server.service.reactors.answers - before >= 3 * len(FEATURES)
 
 
-@through()
+@over_all()
 @pytest.mark.parametrize(("feature", "keys"), [("by_seed", UNSIGNED), ("unsigned", IDS), ("by_rest", UNSIGNED)])
-def test_numbers_of_the_other_type_are_taken_where_they_are_of_both(door: Door, feature: str, keys: np.ndarray) -> None:
+def test_numbers_of_the_other_type_are_taken_where_they_are_of_both(
+    caller: Caller, feature: str, keys: np.ndarray
+) -> None:
     """Before and after reactors have learned it: what only one type has is refused, and not taken for another number."""
     both = keys[[0, 1, 3]]
     rows = [FEATURES[feature][2][i] for i in (0, 1, 3)]
     for _ in range(3):
-        (answer,) = door.ask("ctr", {feature: both}, [feature]).values()
+        (answer,) = caller.ask("ctr", {feature: both}, [feature]).values()
         np.testing.assert_array_equal(answer, vectors(rows))
         with pytest.raises(Refused, match=r"expected u?int64 keys|does not fit U?INT64") as refused:
-            door.ask("ctr", {feature: keys}, [feature])
+            caller.ask("ctr", {feature: keys}, [feature])
         assert refused.value.kind == BAD
 
 
-@through()
-def test_bags_and_their_padding_are_by_row(door: Door) -> None:
+@over_all()
+def test_bags_and_their_padding_are_by_row(caller: Caller) -> None:
     by_row = FEATURES["by_seed"][2]
     wanted = [sum(row for row in part if row != PADDING) for part in (by_row[:3], by_row[3:])]
     for bags in ({"bag": IDS, "bag.offsets": np.array([0, 3])}, {"bag": IDS.reshape(2, 3)}):
         for _ in range(3):
-            (answer,) = door.ask("ctr", bags).values()
+            (answer,) = caller.ask("ctr", bags).values()
             np.testing.assert_array_equal(answer, vectors(wanted))
 
 
-@through()
-def test_keys_of_another_type_are_refused(door: Door) -> None:
+@over_all()
+def test_keys_of_another_type_are_refused(caller: Caller) -> None:
     with pytest.raises(Refused, match=r"string keys|holds int") as refused:
-        door.ask("ctr", {"word": IDS})
+        caller.ask("ctr", {"word": IDS})
     assert refused.value.kind == BAD
 
 
 def test_metadata_has_the_type_that_is_hashed(server: ServerThread) -> None:
-    door = TritonHttp(server)
-    types = {one["name"]: one["datatype"] for one in door.client.get_model_metadata("ctr")["inputs"]}
-    door.close()
+    caller = TritonHttp(server)
+    types = {one["name"]: one["datatype"] for one in caller.client.get_model_metadata("ctr")["inputs"]}
+    caller.close()
     for name, datatype in (("word", "BYTES"), ("by_seed", "INT64"), ("unsigned", "UINT64")):
         keras = {"word": "keras_word", "by_seed": "keras_id", "unsigned": "keras_unsigned"}[name]
         assert types[name] == types[keras] == datatype

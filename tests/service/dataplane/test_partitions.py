@@ -12,8 +12,8 @@ import pytest
 
 import tierstore
 from tests.predict import onnx_models as om
+from tests.service.callers import ELSEWHERE, Caller, Refused, over_all
 from tests.service.conftest import GRPC, eventually, settings_for
-from tests.service.doors import ELSEWHERE, Door, Refused, through
 from tierstore.engine.store import Store
 from tierstore.errors import WrongPartition
 from tierstore.formats.keys import as_codes, partition_of
@@ -62,30 +62,30 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerThread]:
             yield server
 
 
-@through()
-def test_keys_of_other_nodes_are_refused_through_every_door(door: Door) -> None:
+@over_all()
+def test_keys_of_other_nodes_are_refused_over_every_protocol(caller: Caller) -> None:
     def refused(inputs: dict[str, np.ndarray], output: str) -> None:
         with pytest.raises(Refused, match=REFUSED) as refusal:
-            door.ask("ctr", inputs, [output])
+            caller.ask("ctr", inputs, [output])
         assert refusal.value.kind == ELSEWHERE
 
     rng = np.random.default_rng(1)
     for _ in range(8):
         keys = rng.choice(MINE, 50)
-        (answer,) = door.ask("ctr", {"item_id": keys}, ["item_id"]).values()
+        (answer,) = caller.ask("ctr", {"item_id": keys}, ["item_id"]).values()
         np.testing.assert_array_equal(answer, vectors(keys))
-        (bag,) = door.ask("ctr", {"clicked": keys[None]}, ["clicked"]).values()
+        (bag,) = caller.ask("ctr", {"clicked": keys[None]}, ["clicked"]).values()
         np.testing.assert_allclose(bag, vectors(keys).sum(0)[None], rtol=1e-6)
-        (absent,) = door.ask("ctr", {"item_id": ABSENT}, ["item_id"]).values()
+        (absent,) = caller.ask("ctr", {"item_id": ABSENT}, ["item_id"]).values()
         assert not absent.any()
         keys[rng.integers(50)] = rng.choice(OTHERS)
         refused({"item_id": keys}, "item_id")
         refused({"clicked": keys[None]}, "clicked")
-    (words,) = door.ask("ctr", {"word": np.array(MY_WORDS, object)}, ["word"]).values()
+    (words,) = caller.ask("ctr", {"word": np.array(MY_WORDS, object)}, ["word"]).values()
     assert words[:, 0].tolist() == [float(word[1:]) for word in MY_WORDS]
     refused({"word": np.array([OTHER_WORD], object)}, "word")
     for _ in range(2):
-        (scores,) = door.ask("ctr", {"item_id": MINE[:4], "clicked": MINE[:4]}).values()  # of rows and of bags
+        (scores,) = caller.ask("ctr", {"item_id": MINE[:4], "clicked": MINE[:4]}).values()  # of rows and of bags
         np.testing.assert_allclose(scores[:, 0], vectors(MINE[:4]).sum(axis=1), rtol=1e-5)
         refused({"item_id": MINE[:4], "clicked": OTHERS[:4]}, "score")
 

@@ -1,4 +1,4 @@
-"""Predictions: scores and rows of one moment, through every door."""
+"""Predictions: scores and rows of one moment, over every protocol."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from tritonclient.utils import InferenceServerException
 import tierstore
 from tests.engine.quick_build import in_process
 from tests.predict import onnx_models as om
-from tests.service.conftest import GRPC, settings_for
-from tests.service.doors import (
+from tests.service.callers import (
     BAD,
     OIP,
     Answer,
-    Door,
+    Caller,
     Refused,
     TfsColumns,
     TfsGrpc,
     TritonGrpc,
     TritonHttp,
     TritonJson,
-    through,
+    over_all,
 )
+from tests.service.conftest import GRPC, settings_for
 from tests.service.fake_store import ITEMS, VERSION
 from tests.service.scenes import KEYS, items, write_snapshot
 from tierstore.engine.store import Store
@@ -92,86 +92,86 @@ def score(answer: Answer) -> np.ndarray:
     return array
 
 
-@through()
-def test_scores_are_the_default_answer(door: Door) -> None:
+@over_all()
+def test_scores_are_the_default_answer(caller: Caller) -> None:
     for _ in range(3):
-        answer = door.ask("ctr", INPUTS)
+        answer = caller.ask("ctr", INPUTS)
         assert answer.version in (None, VERSION)
         np.testing.assert_allclose(score(answer), scores(), rtol=1e-5)
 
 
-@through()
-def test_requests_of_one_structure_and_any_size_are_answered_each_by_its_own(door: Door) -> None:
+@over_all()
+def test_requests_of_one_structure_and_any_size_are_answered_each_by_its_own(caller: Caller) -> None:
     draw = np.random.default_rng(4)
     for number, n in enumerate([8, 3, 0, 1, 57, 8, 200]):
-        if n == 0 and "empty shapes" in door.lacks:
+        if n == 0 and "empty shapes" in caller.lacks:
             continue
         inputs = {name: draw.choice(KEYS, n) for name in ("item_id", "clicked")}
         inputs["hour"] = draw.normal(size=(n, 2)).astype(np.float32)
-        answer = score(door.ask("ctr", dict([*inputs.items()][:: -1 if number % 2 else 1])))
+        answer = score(caller.ask("ctr", dict([*inputs.items()][:: -1 if number % 2 else 1])))
         np.testing.assert_allclose(answer.reshape(n, 1), scores(inputs), rtol=1e-4)
 
 
-@through()
-def test_rows_may_be_requested_with_scores(door: Door) -> None:
+@over_all()
+def test_rows_may_be_requested_with_scores(caller: Caller) -> None:
     for _ in range(3):
-        answer = door.ask("ctr", INPUTS, ["item_id", "score", "item_id.found"])
+        answer = caller.ask("ctr", INPUTS, ["item_id", "score", "item_id.found"])
         np.testing.assert_allclose(answer["score"], scores(), rtol=1e-5)
         np.testing.assert_array_equal(answer["item_id"], items(KEYS8))
         assert answer["item_id.found"].tolist() == [key in ITEMS for key in KEYS8.tolist()]
 
 
-@through("lengths that differ", "loose tensors")
-def test_rows_of_a_feature_that_the_graph_does_not_read_may_be_requested_with_scores(door: Door) -> None:
-    answer = door.ask("ctr", INPUTS | {"big": np.array([5], np.uint64)}, ["score", "big"])
+@over_all("lengths that differ", "loose tensors")
+def test_rows_of_a_feature_that_the_graph_does_not_read_may_be_requested_with_scores(caller: Caller) -> None:
+    answer = caller.ask("ctr", INPUTS | {"big": np.array([5], np.uint64)}, ["score", "big"])
     np.testing.assert_allclose(answer["score"], scores(), rtol=1e-5)
     np.testing.assert_array_equal(answer["big"], [[5.0, 10.0]])
 
 
-@through()
-def test_rows_may_be_half_floats_beside_scores(door: Door) -> None:
+@over_all()
+def test_rows_may_be_half_floats_beside_scores(caller: Caller) -> None:
     inputs = {name: array[:4] for name, array in INPUTS.items()}
-    answer = door.ask("ctr", inputs, ["item_id", "score"], half=True)
+    answer = caller.ask("ctr", inputs, ["item_id", "score"], half=True)
     np.testing.assert_array_equal(answer["item_id"], items(KEYS8[:4]).astype(np.float16))
-    np.testing.assert_allclose(answer["score"], scores(inputs), rtol=1e-3 if "types" in door.lacks else 1e-5)
+    np.testing.assert_allclose(answer["score"], scores(inputs), rtol=1e-3 if "types" in caller.lacks else 1e-5)
 
 
-@through()
-def test_rows_alone_need_nothing_of_the_dense_part(door: Door) -> None:
-    (answer,) = door.ask("ctr", {"item_id": KEYS8}, ["item_id"]).values()
+@over_all()
+def test_rows_alone_need_nothing_of_the_dense_part(caller: Caller) -> None:
+    (answer,) = caller.ask("ctr", {"item_id": KEYS8}, ["item_id"]).values()
     np.testing.assert_array_equal(answer, items(KEYS8))
 
 
-@through()
-def test_ragged_bags_with_weights_are_pooled_into_the_graph(door: Door) -> None:
+@over_all()
+def test_ragged_bags_with_weights_are_pooled_into_the_graph(caller: Caller) -> None:
     keys, offsets = np.array([1, 2, 3, 4]), np.array([0, 3, 3])
     weights = np.array([1, 2, 1, 5], np.float32)
     bags = [np.average(items(keys[:3]), axis=0, weights=weights[:3]), np.zeros(4), items(keys[3:])[0]]
     expected = items(keys[:3]) @ WEIGHTS["item_id"] + np.array(bags).sum(1) + 0.5
     inputs = {"item_id": keys[:3], "clicked": keys, "clicked.offsets": offsets, "clicked.weights": weights}
     for _ in range(3):
-        answer = score(door.ask("ctr", inputs | {"hour": np.zeros((3, 2), np.float32)}))
+        answer = score(caller.ask("ctr", inputs | {"hour": np.zeros((3, 2), np.float32)}))
         np.testing.assert_allclose(answer[:, 0], expected, rtol=1e-5)
 
 
-@through("lengths that differ")
-def test_outputs_of_every_kind_and_of_sizes_that_the_data_decide(door: Door) -> None:
+@over_all("lengths that differ")
+def test_outputs_of_every_kind_and_of_sizes_that_the_data_decide(caller: Caller) -> None:
     words, keys = np.array(["a", "", "né"], object), np.array([1, 2, 3])
     inputs = {"item_id": keys, "flags": np.array([0, 1, 0, 1, 1]), "word": words}
-    answer = door.ask("rich", inputs, ["total", "at", "echo", "half", "item_id"])
+    answer = caller.ask("rich", inputs, ["total", "at", "echo", "half", "item_id"])
     rows = items(keys)
     np.testing.assert_array_equal(answer["total"][:, 0], rows.sum(1))
     assert answer["at"].tolist() == [[1, 3, 4]]
     assert answer["echo"].tolist() == words.tolist()
     np.testing.assert_array_equal(answer["item_id"], rows)
     assert answer["half"].astype(np.float32).tolist() == rows.tolist()
-    assert answer["half"].dtype == np.float16 or "types" in door.lacks
-    fixed = door.ask("rich", inputs, ["total", "half"])
+    assert answer["half"].dtype == np.float16 or "types" in caller.lacks
+    fixed = caller.ask("rich", inputs, ["total", "half"])
     np.testing.assert_array_equal(fixed["total"][:, 0], rows.sum(1))
 
 
-@through()
-def test_what_does_not_fit_is_the_clients_error(door: Door) -> None:
+@over_all()
+def test_what_does_not_fit_is_the_clients_error(caller: Caller) -> None:
     item = {"item_id": KEYS8}
     for inputs, outputs, says in (
         (item, None, "needs the inputs clicked, hour as well; got item_id|no dense part|hour"),
@@ -179,48 +179,48 @@ def test_what_does_not_fit_is_the_clients_error(door: Door) -> None:
         (INPUTS, ["nothing"], "'nothing'|takes hour and gives score"),
     ):
         with pytest.raises(Refused, match=says) as refused:
-            door.ask("ctr", inputs, outputs)
+            caller.ask("ctr", inputs, outputs)
         assert refused.value.kind == BAD
 
 
-@through("lengths that differ")
-def test_sizes_that_disagree_are_the_clients_error(door: Door) -> None:
+@over_all("lengths that differ")
+def test_sizes_that_disagree_are_the_clients_error(caller: Caller) -> None:
     with pytest.raises(Refused, match=r"must agree in dimension 'batch'") as refused:
-        door.ask("ctr", INPUTS | {"hour": HOUR[:3]})
+        caller.ask("ctr", INPUTS | {"hour": HOUR[:3]})
     assert refused.value.kind == BAD
 
 
-@through(doors=OIP)
-def test_datatypes_that_do_not_fit_are_the_clients_error(door: TritonHttp) -> None:
+@over_all(callers=OIP)
+def test_datatypes_that_do_not_fit_are_the_clients_error(caller: TritonHttp) -> None:
     hour = HOUR.astype(np.float64)
     for inputs, outputs, says in (
         (INPUTS | {"hour": hour}, None, "'hour': the dense part takes FP32 of shape .*, got FP64"),
-        (INPUTS, [door.wanted("score", dtype="FP16")], "'score' is FP32, not 'FP16'"),
+        (INPUTS, [caller.wanted("score", dtype="FP16")], "'score' is FP32, not 'FP16'"),
     ):
         with pytest.raises(InferenceServerException, match=says):
-            door.client.infer("ctr", [door.tensor(*each) for each in inputs.items()], outputs=outputs)
-    nothing = door.tensor("page", np.empty((0, 1, 1), np.float32))
+            caller.client.infer("ctr", [caller.tensor(*each) for each in inputs.items()], outputs=outputs)
+    nothing = caller.tensor("page", np.empty((0, 1, 1), np.float32))
     nothing.set_shape([0, 2**31 - 1, 2**31 - 1])  # no element, and no array of that shape
     with pytest.raises(InferenceServerException, match="'page': the sizes beside 0 are too large"):
-        door.client.infer("pages", [nothing])
+        caller.client.infer("pages", [nothing])
 
 
 @pytest.mark.parametrize("kind", [TritonHttp, TritonGrpc])
 def test_strings_that_are_no_text_are_the_clients_error(server: ServerThread, kind: type[TritonHttp]) -> None:
-    door = kind(server)
-    not_text = door.triton.InferInput("word", [8], "BYTES").set_data_from_numpy(np.array([b"\xff"] * 8, object))
+    caller = kind(server)
+    not_text = caller.triton.InferInput("word", [8], "BYTES").set_data_from_numpy(np.array([b"\xff"] * 8, object))
     with pytest.raises(InferenceServerException, match="'word': the dense part's strings are UTF-8"):
-        door.client.infer("rich", [door.tensor("item_id", KEYS8), not_text, door.tensor("flags", KEYS8)])
-    door.close()
+        caller.client.infer("rich", [caller.tensor("item_id", KEYS8), not_text, caller.tensor("flags", KEYS8)])
+    caller.close()
 
 
-@through()
-def test_a_number_that_is_none_goes_in_and_comes_out(door: Door) -> None:
-    if isinstance(door, TritonJson):
+@over_all()
+def test_a_number_that_is_none_goes_in_and_comes_out(caller: Caller) -> None:
+    if isinstance(caller, TritonJson):
         return  # its JSON has no word for it: `null`, below
     hour = HOUR.copy()
     hour[0, 1], hour[1, 0] = np.nan, -np.inf
-    answer = score(door.ask("ctr", INPUTS | {"hour": hour}))
+    answer = score(caller.ask("ctr", INPUTS | {"hour": hour}))
     assert np.isnan(answer[0, 0])
     assert answer[1, 0] == -np.inf
     np.testing.assert_allclose(answer[2:], scores()[2:], rtol=1e-5)
@@ -244,14 +244,14 @@ def metrics(url: str) -> dict[tuple[str, ...], float]:
     return {(sample.name, *sample.labels.values()): sample.value for sample in samples}
 
 
-@through(doors=[TritonHttp, TritonGrpc, TfsColumns, TfsGrpc])
-def test_time_in_look_ups_and_in_onnx_runtime_is_counted_apart(door: Door) -> None:
-    url = door.server.url
-    door.ask("ctr", INPUTS)
+@over_all(callers=[TritonHttp, TritonGrpc, TfsColumns, TfsGrpc])
+def test_time_in_look_ups_and_in_onnx_runtime_is_counted_apart(caller: Caller) -> None:
+    url = caller.server.url
+    caller.ask("ctr", INPUTS)
     before = metrics(url)
     for _ in range(3):
-        door.ask("ctr", INPUTS)
-    door.ask("ctr", {"item_id": KEYS8}, ["item_id"])  # no prediction
+        caller.ask("ctr", INPUTS)
+    caller.ask("ctr", {"item_id": KEYS8}, ["item_id"])  # no prediction
     after = metrics(url)
 
     def grown(*name: str) -> float:

@@ -19,8 +19,8 @@ import tierstore
 from tests.engine.quick_build import in_process
 from tests.predict import onnx_models as om
 from tests.service import http2_client as h2
+from tests.service.callers import PREDICT, PredictResponse, predict_request
 from tests.service.conftest import eventually, settings_for
-from tests.service.doors import PREDICT, PredictResponse, predict_request
 from tests.service.reactor.test_calls import request
 from tests.service.reactor.test_traffic import Answer, Served, in_json, message
 from tierstore.engine.store import Store

@@ -15,8 +15,8 @@ import pytest
 import tierstore
 from tests.engine.quick_build import in_process
 from tests.predict import onnx_models as om
+from tests.service.callers import predict_request
 from tests.service.conftest import eventually, settings_for
-from tests.service.doors import predict_request
 from tests.service.reactor.prediction_scenes import (
     Drawn,
     OverPredict,

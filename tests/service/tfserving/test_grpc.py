@@ -11,8 +11,7 @@ import pytest
 grpc = pytest.importorskip("grpc", reason="grpcio is not installed")
 
 from tests.service import scenes  # noqa: E402
-from tests.service.conftest import eventually  # noqa: E402
-from tests.service.doors import (  # noqa: E402
+from tests.service.callers import (  # noqa: E402
     PREDICT,
     PredictRequest,
     PredictResponse,
@@ -22,6 +21,7 @@ from tests.service.doors import (  # noqa: E402
     tensor_proto,
     tfs_call,
 )
+from tests.service.conftest import eventually  # noqa: E402
 from tests.service.fake_store import USERS, VERSION  # noqa: E402
 from tierstore.errors import InvalidInput, TooLarge  # noqa: E402
 from tierstore.service.dataplane.plan import OutputSpec, Plan  # noqa: E402

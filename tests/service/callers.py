@@ -1,6 +1,6 @@
-"""One request in the words of every protocol: whoever is asked, through whichever door, the answer and the refusal are the same.
+"""One request in the words of every protocol: whoever asks, and however, the answer and the refusal are the same.
 
-A door asks as its users do: the store in this process, tierstore's client, tritonclient, TensorFlow Serving's JSON and messages.
+A caller asks as users do: the store in this process, tierstore's client, tritonclient, TensorFlow Serving's JSON and messages.
 Keys and the dense part's own inputs are arrays by name, beside them `<feature>.offsets` and `<feature>.weights`; strings are str in arrays of objects.
 """
 
@@ -69,12 +69,11 @@ def encoded(array: np.ndarray) -> np.ndarray:
     """Strings as bytes, which protocols want."""
     if array.dtype != object:
         return array
-    return np.array(
-        [each.encode() if isinstance(each, str) else each for each in array.ravel().tolist()], object
-    ).reshape(array.shape)
+    flat = [each.encode() if isinstance(each, str) else each for each in array.ravel().tolist()]
+    return np.array(flat, object).reshape(array.shape)
 
 
-class Door:
+class Caller:
     """A way to ask a service. `lacks` has what its protocol has no words for."""
 
     lacks: ClassVar[frozenset[str]] = frozenset()
@@ -94,7 +93,7 @@ class Door:
         """Close its connections."""
 
 
-class OurClient(Door):
+class OurClient(Caller):
     """tierstore.Client: rows by its verbs for look-ups, the rest by `predict`."""
 
     lacks = frozenset({"loose tensors"})
@@ -168,7 +167,7 @@ class InProcess(OurClient):
     route = "route"
 
     def __init__(self, server: ServerThread) -> None:
-        Door.__init__(self, server)
+        Caller.__init__(self, server)
 
     def close(self) -> None:
         pass
@@ -177,7 +176,7 @@ class InProcess(OurClient):
         return self.server.service.store.model(name)
 
 
-class TritonHttp(Door):
+class TritonHttp(Caller):
     """tritonclient.http, its tensors behind the JSON."""
 
     triton: Any = triton_http
@@ -270,14 +269,12 @@ class TritonTyped(TritonGrpc):
 
     def tensor(self, name: str, array: np.ndarray) -> Any:
         made = self.triton.InferInput(name, list(array.shape), np_to_triton_dtype(array.dtype))
-        field = {"INT64": "int64", "UINT64": "uint64", "INT32": "int", "FP32": "fp32", "FP64": "fp64", "BYTES": "bytes"}
-        getattr(made._input.contents, f"{field[np_to_triton_dtype(array.dtype)]}_contents").extend(
-            encoded(array).ravel().tolist()
-        )
+        field = {"BYTES": "bytes", "INT32": "int"}.get(made.datatype(), made.datatype().lower())
+        getattr(made._input.contents, f"{field}_contents").extend(encoded(array).ravel().tolist())
         return made
 
 
-class TfsColumns(Door):
+class TfsColumns(Caller):
     """TensorFlow Serving's REST, by columns. JSON has no types: numbers are taken for float32 where they are none of JSON's whole ones."""
 
     lacks = frozenset({"combiner", "order", "types", "empty shapes"})
@@ -391,7 +388,7 @@ def tfs_call(channel: Any, method: str, model: str, **fields: Any) -> Any:
     return call(request(model_spec={"name": model, **spec}, **fields), timeout=60)
 
 
-class TfsGrpc(Door):
+class TfsGrpc(Caller):
     """TensorFlow Serving's gRPC, tensors as their bytes."""
 
     lacks = frozenset({"combiner", "order"})
@@ -434,10 +431,10 @@ class TfsValues(TfsGrpc):
 
 
 OIP: list[type[TritonHttp]] = [TritonHttp, TritonJson, TritonGrpc, TritonTyped]
-DOORS: list[type[Door]] = [InProcess, OurClient, *OIP, TfsColumns, TfsRows, TfsGrpc, TfsValues]
+CALLERS: list[type[Caller]] = [InProcess, OurClient, *OIP, TfsColumns, TfsRows, TfsGrpc, TfsValues]
 
 
-def through(*needs: str, doors: list[type[Door]] | list[type[TritonHttp]] = DOORS) -> Any:
-    """Runs a test through all doors that lack nothing of what it needs."""
-    able = [door for door in doors if not door.lacks & {*needs}]
-    return pytest.mark.parametrize("door", able, ids=lambda door: door.__name__, indirect=True)
+def over_all(*needs: str, callers: list[type[Caller]] | list[type[TritonHttp]] = CALLERS) -> Any:
+    """Runs a test with all callers that lack nothing of what it needs."""
+    able = [caller for caller in callers if not caller.lacks & {*needs}]
+    return pytest.mark.parametrize("caller", able, ids=lambda caller: caller.__name__, indirect=True)
