@@ -2,8 +2,7 @@
 
 `python -m tools.fuzz --count 100000 [--only manifest --only grpc]`, from the root of the repository; `make fuzz` runs all.
 
-A target (`tools/fuzz_files.py`, `tools/fuzz_service.py`, `tools/fuzz_answers.py`) has whole inputs to begin with, and the files of
-`tests/corpus/<target>`. They are changed at random: bytes, and where they are JSON or have parts, those. An input whose outcome
+A target (`tools/fuzz_targets.py`) begins with the files of `tests/corpus/<target>`. They are changed at random (`tools/fuzz_mutator.py`). An input whose outcome
 (an error's kind and words, a status) was not seen before is changed further in its turn; `--keep` adds those that are
 small to the corpus. An outcome that is no answer to give (an exception that is not ours, a 500, a traceback in the log,
 more than SLOWEST_S, more than MOST_BYTES of memory) is printed, and the input kept in `tests/corpus/<target>`, where the tests run it from then on.
@@ -19,17 +18,15 @@ import resource
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import xxhash
 
-from tools.fuzz_answers import NodeAnswers, RedisAnswers, RegistryAnswers
-from tools.fuzz_files import TARGETS
-from tools.fuzz_kafka import KafkaMessages
-from tools.fuzz_service import Grpc, Http
-from tools.fuzz_target import Failure, Target
+from tools.fuzz_mutator import spoil
+from tools.fuzz_targets import TARGETS, Failure
+from tools.fuzz_targets import Run as RunInput
 
 CORPUS = Path(__file__).parents[1] / "tests/corpus"
 SLOWEST_S = 20.0  # of one input, on a machine that has other things to do
@@ -69,30 +66,18 @@ def _interrupted_after(seconds: float) -> Iterator[None]:
 class Run:
     """Counts of one target."""
 
-    target: Target
-    rng: random.Random
+    run: RunInput
     inputs: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
     faults: dict[str, bytes] = field(default_factory=dict)  # by what happened
     pool: list[bytes] = field(default_factory=list)
     fresh: list[bytes] = field(default_factory=list)  # that had a new outcome
 
-    def begin(self) -> None:
-        """Try what there is to begin with."""
-        kept = sorted((CORPUS / self.target.name).glob("*")) if (CORPUS / self.target.name).is_dir() else []
-        for data in [*self.target.seeds(), *(path.read_bytes() for path in kept)]:
-            self.attempt(data)
-            self.pool.append(data)
-        self.fresh.clear()
-
-    def step(self) -> None:
-        self.attempt(self.target.spoil(self.rng.choice(self.pool), self.rng))
-
     def attempt(self, data: bytes) -> None:
         before = _peak_bytes()
         try:
             with _interrupted_after(SLOWEST_S):
-                outcome = self.target.run(data)
+                outcome = self.run(data)
             if (grown := _peak_bytes() - before) > MOST_BYTES:
                 raise Failure(f"it took {grown >> 20} MiB of memory")
         except Exception as error:  # noqa: BLE001 - whatever it is, it is what this program looks for
@@ -115,20 +100,17 @@ def save(name: str, inputs: list[bytes], most: int) -> None:
             (folder / xxhash.xxh3_64_hexdigest(data)).write_bytes(data)
 
 
-def targets() -> dict[str, Callable[[], Target]]:
-    """What is attacked, by name, and what makes each."""
-    more = (KafkaMessages, Http, Grpc, NodeAnswers, RegistryAnswers, RedisAnswers)
-    return {target.name: target for target in TARGETS} | {target.name: target for target in more}
-
-
-def fuzz(make: Callable[[], Target], count: int, seed: int, until: float = float("inf")) -> Run:
-    """Run a target on what it has and on `count` inputs more."""
-    with contextlib.ExitStack() as stack:
-        target = stack.enter_context(make())
-        run = Run(target, random.Random(f"{target.name} {seed}"))
-        run.begin()
-        while run.inputs < count and time.monotonic() < until:
-            run.step()
+def fuzz(name: str, count: int, seed: int, until: float = float("inf"), most_faults: int = 1 << 20) -> Run:
+    """Run a target on what it has, and on others made of it: `count` in all, until a time, or until there are so many faults."""
+    rng = random.Random(f"{name} {seed}")
+    with TARGETS[name]() as target:
+        run = Run(target)
+        for data in [path.read_bytes() for path in sorted((CORPUS / name).glob("*"))]:
+            run.attempt(data)
+            run.pool.append(data)
+        run.fresh.clear()
+        while run.inputs < count and time.monotonic() < until and len(run.faults) < most_faults:
+            run.attempt(spoil(rng.choice(run.pool), rng))
     return run
 
 
@@ -137,15 +119,13 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=10_000, help="inputs a target")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().getrandbits(31))
     parser.add_argument("--seconds", type=float, default=86_400.0, help="at most, a target")
-    parser.add_argument("--only", action="append", choices=sorted(targets()), help="a target; may be given again")
+    parser.add_argument("--only", action="append", choices=sorted(TARGETS), help="a target; may be given again")
     parser.add_argument("--keep", action="store_true", help="add inputs with new outcomes to the corpus")
     options = parser.parse_args()
     total = faults = 0
-    for name, make in targets().items():
-        if options.only and name not in options.only:
-            continue
+    for name in options.only or TARGETS:
         began = time.monotonic()
-        run = fuzz(make, options.count, options.seed, began + options.seconds)
+        run = fuzz(name, options.count, options.seed, began + options.seconds)
         if options.keep:
             save(name, [data for data in run.fresh if len(data) <= LARGEST_KEPT], MOST_KEPT)
         save(name, list(run.faults.values()), 1 << 20)

@@ -141,7 +141,7 @@ def keys_of_look_ups() -> Iterator[Call]:
     yield Call("an iterator", "sequence", lambda s: s.model("ctr").lookup("item_id", iter([1])))
     yield Call("a generator", "sequence", lambda s: s.model("ctr").lookup_bags("clicked", (key for key in [1]), [0]))
     for name, keys in KEYS.items():
-        for feature in ("item_id", "query", "big_id"):
+        for feature in ("item_id", "query", "big_id", "clicked"):
             yield Call(
                 f"lookup {feature}: {name}",
                 "key|input|keys",

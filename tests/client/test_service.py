@@ -1,4 +1,4 @@
-"""The client and a real service: the same answers and the same errors as the store itself gives."""
+"""The client and a real service: large look-ups, versions, deltas (`test_odd_calls.py` has that calls are answered and refused as by a store)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import tierstore
 from tests.client.conftest import same
 from tierstore.client import Client
 from tierstore.engine.store import Store
-from tierstore.errors import Conflict, InvalidInput, NotFound, NotReady, SequenceGap, SnapshotError
+from tierstore.errors import Conflict, InvalidInput, NotReady, SequenceGap
 from tierstore.service.server import ServerThread
 
 ITEMS, DIM = 2000, 8
@@ -90,100 +90,6 @@ def test_a_service_without_models_is_ready(client: Client) -> None:
     assert client.ready()
     assert client.models() == []
     assert not client.model("ctr").ready
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-@pytest.mark.parametrize(
-    ("feature", "keys"),
-    [
-        ("item_id", [0, 5, ITEMS, 5, -1]),
-        ("item_id", []),
-        ("item_id", np.array([])),
-        ("item_id", np.array([], str)),
-        ("query", []),
-        ("query", np.array([])),
-        ("query", np.array([], np.int64)),
-        ("big_id", []),
-        ("item_id", np.arange(ITEMS, dtype=np.int32)),
-        ("item_id", np.array([1, 2], object)),
-        ("item_id", [1, np.int64(2), np.uint8(3)]),
-        ("query", np.array(["a", "ä", "absent"], object)),
-        ("item_id", np.array([1, 2], np.uint64)),
-        ("query", [*WORDS, "absent"]),
-        ("query", np.array(WORDS)),
-        ("big_id", BIG),
-        ("big_id", BIG.tolist()),
-        ("big_id", [0, 7]),
-    ],
-)
-def test_rows_and_found_are_those_of_the_store(
-    loaded: Client, loaded_store: Store, feature: str, keys: Any, dtype: str
-) -> None:
-    ours, theirs = loaded.model("ctr"), loaded_store.model("ctr")
-    same(ours.lookup(feature, keys, dtype=dtype), theirs.lookup(feature, keys, dtype=dtype))
-    for left, right in zip(
-        ours.lookup(feature, keys, dtype=dtype, return_found=True),
-        theirs.lookup(feature, keys, dtype=dtype, return_found=True),
-        strict=True,
-    ):
-        same(left, right)
-
-
-@pytest.mark.parametrize("weights", [None, [0.5, 1.0, -1.0, 2.0]])
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_bags_are_those_of_the_store(
-    loaded: Client, loaded_store: Store, weights: list[float] | None, dtype: str
-) -> None:
-    arguments: Any = ("clicked", [1, 0, 3, 99999], [0, 2, 2, 3])
-    left = loaded.model("ctr").lookup_bags(*arguments, weights=weights, dtype=dtype, return_found=True)
-    right = loaded_store.model("ctr").lookup_bags(*arguments, weights=weights, dtype=dtype, return_found=True)
-    same(left[0], right[0])
-    same(left[1], right[1])
-    same(loaded.lookup_bags("ctr", *arguments, weights=weights, dtype=dtype), right[0])
-
-
-@pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
-@pytest.mark.parametrize("feature", ["item_id", "clicked"])
-def test_a_caller_may_choose_the_combiner(loaded: Client, loaded_store: Store, feature: str, combiner: str) -> None:
-    keys, offsets, weights = [0, 5, 7, ITEMS, 5], [0, 3, 3], [1.0, 2.0, 0.5, 1.0, 3.0]
-    ours, theirs = loaded.model("ctr"), loaded_store.model("ctr")
-    for more in ({}, {"weights": weights}):
-        options: dict[str, Any] = {"combiner": combiner, **more}
-        same(ours.lookup_bags(feature, keys, offsets, **options), theirs.lookup_bags(feature, keys, offsets, **options))
-
-
-def test_an_unknown_combiner(loaded: Client) -> None:
-    with pytest.raises(InvalidInput, match="sum, mean or sqrtn"):
-        loaded.lookup_bags("ctr", "clicked", [1], [0], combiner="max")
-    with pytest.raises(InvalidInput, match="no combiner"):
-        loaded.lookup_bags("ctr", "item_id", [1], [0])
-
-
-def test_rows_of_a_pooled_feature_are_not_pooled_by_lookup(loaded: Client, loaded_store: Store) -> None:
-    keys = [3, 0, 1]
-    same(loaded.lookup("ctr", "clicked", keys), loaded_store.model("ctr").lookup("clicked", keys))
-
-
-def test_bags_without_any_key_are_those_of_the_store(loaded: Client, loaded_store: Store) -> None:
-    ours, theirs = loaded.model("ctr"), loaded_store.model("ctr")
-    for feature in ("query", "item_id"):
-        arguments: Any = (feature, [], [0, 0, 0])
-        same(ours.lookup_bags(*arguments, combiner="sum"), theirs.lookup_bags(*arguments, combiner="sum"))
-    batch = {"item_id": [1], "query": [], "big_id": np.array([])}
-    left, right = loaded.lookup_many("ctr", batch), theirs.lookup_many(batch)
-    for feature in batch:
-        same(left[feature], right[feature])
-    same(loaded.predict("ctr", {"query": []}), right["query"])
-
-
-def test_many_features_come_in_one_answer(loaded: Client, loaded_store: Store) -> None:
-    keys = {"item_id": [1, 2, 3], "query": ["a", "b"], "big_id": BIG}
-    left = loaded.lookup_many("ctr", keys, return_found=True)
-    right = loaded_store.model("ctr").lookup_many(keys, return_found=True)
-    assert left.keys() == right.keys()
-    for feature in keys:
-        same(left[feature][0], right[feature][0])
-        same(left[feature][1], right[feature][1])
 
 
 def test_a_large_lookup_is_put_together_from_parts(loaded_url: str, loaded_store: Store) -> None:
@@ -264,45 +170,3 @@ def test_deltas_over_the_network_and_a_model_put_to_sleep(client: Client, store:
     assert not client.model("ctr").ready
     with pytest.raises(NotReady, match="no active version"):
         client.lookup("ctr", "item_id", [1])
-
-
-def test_refusals_are_those_of_the_store(loaded: Client, loaded_store: Store) -> None:
-    ctr = loaded.model("ctr")
-    with pytest.raises(NotFound, match="nobody"):
-        loaded.lookup("nobody", "item_id", [1])
-    with pytest.raises(NotFound, match="no feature 'nothing'; version 1 has big_id, clicked, item_id, query"):
-        ctr.lookup("nothing", [1])
-    with pytest.raises(InvalidInput, match="BYTES"):
-        ctr.lookup("query", [1])
-    with pytest.raises(InvalidInput, match="float64"):
-        ctr.lookup("item_id", [1], dtype="float64")
-    with pytest.raises(InvalidInput, match="combiner"):
-        ctr.lookup_bags("item_id", [1], [0])
-    with pytest.raises(InvalidInput):
-        ctr.lookup("big_id", [-1])
-    with pytest.raises(NotFound, match="version 9"):
-        loaded.activate("ctr", 9)
-    with pytest.raises(Conflict, match="active"):
-        loaded.drop("ctr", 1)
-    with pytest.raises(Conflict):
-        loaded.rollback("ctr")
-    with pytest.raises(NotFound):
-        loaded.status("nobody")
-    with pytest.raises(InvalidInput, match="source"):
-        loaded.load_snapshot("/nowhere", model="ctr")
-    with pytest.raises(SnapshotError):
-        loaded.load_snapshot(write_snapshot(loaded_store.root.root.parent, 3), model="other")
-    with pytest.raises(InvalidInput, match="model="):
-        loaded.load_snapshot("nothing")
-
-
-def test_a_version_is_named_by_number_or_by_label(client: Client, store: Store, tmp_path: Path) -> None:
-    for version in (1, 2):
-        store.load_snapshot(write_snapshot(tmp_path, version), activate=version == 1)
-    with store.model("ctr").view(1) as view:
-        expected = view.lookup("item_id", np.arange(9))
-    for version in (None, 1, "1", "stable"):
-        same(client.lookup("ctr", "item_id", np.arange(9), version=version), expected)
-    for version in (7, "nowhere"):
-        with pytest.raises(NotFound):
-            client.lookup("ctr", "item_id", [1], version=version)

@@ -6,38 +6,29 @@ near.
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-import tierstore
 from tests.interop.exchange import Case
 from tests.predict import onnx_models as om
+from tests.service import scenes
+from tests.service.fake_store import DEFAULT, ITEMS, USERS, VERSION
 
-MODEL, RANKER, VERSION = "shop", "ranker", 20261120
-DIM = {"item": 4, "user": 3, "big": 2}
-ITEMS = {key: key for key in range(64)} | {-(1 << 63): 90, (1 << 63) - 1: 91}
-USERS = {f"u{i}": i for i in range(8)} | {"": 50, "λ": 51}
-BIG = {(1 << 63) + 1: 7, 5: 5}
-UNKNOWN_ITEM = -1  # its row is what absent items get
+MODEL, RANKER = "ctr", "ranker"
+SHIFT = 1024.0  # of the canary's values
 HALF = np.float16
-
-
-def row(table: str, value: int) -> np.ndarray:
-    """The row of a key of this value."""
-    return value * np.arange(1, DIM[table] + 1, dtype=np.float32)
+HELD: dict[str, dict[Any, float]] = {"item": ITEMS, "user": USERS, "big": {1 << 63: 9.0, 5: 5.0}}
 
 
 def rows(table: str, keys: np.ndarray) -> np.ndarray:
-    held: dict[object, int] = {"item": ITEMS, "user": USERS, "big": BIG}[table]  # type: ignore[assignment]
-    absent = UNKNOWN_ITEM if table == "item" else 0
-    every = np.array([row(table, held.get(key, absent)) for key in keys.reshape(-1).tolist()], np.float32)
-    return every.reshape(*keys.shape, DIM[table])
+    absent = DEFAULT if table == "item" else 0.0
+    every = scenes.rows(table, [HELD[table].get(key, absent) for key in keys.ravel().tolist()])
+    return every.reshape(*keys.shape, every.shape[1])
 
 
 def found(table: str, keys: np.ndarray) -> np.ndarray:
-    held = {"item": ITEMS, "user": USERS, "big": BIG}[table]
-    return np.array([key in held for key in keys.reshape(-1).tolist()]).reshape(keys.shape)
+    return np.array([key in HELD[table] for key in keys.ravel().tolist()]).reshape(keys.shape)
 
 
 def pooled(keys: np.ndarray, offsets: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
@@ -61,40 +52,21 @@ def ranker() -> bytes:
         om.node("Where", "positive yes no", "verdict"),
     ]
     inputs: om.Ports = {
-        "user": (om.FLOAT, ["batch", 3]),
+        "user": (om.FLOAT, ["batch", 8]),
         "item_id": (om.FLOAT, ["batch", 4]),
         "clicked": (om.FLOAT, ["batch", 4]),
         "hour": (om.FLOAT, ["batch", 2]),
     }
     outputs: om.Ports = {"score": (om.FLOAT, ["batch", 1]), "verdict": (om.STRING, ["batch", 1])}
-    weights = (np.arange(13, dtype=np.float32) - 6).reshape(13, 1) / 64
+    weights = (np.arange(18, dtype=np.float32) - 8).reshape(18, 1) / 64
     constants = {"weights": weights, "zero": np.float32(0)}
     return om.build(nodes, inputs, outputs, constants | {"yes": np.array("up", object), "no": np.array("down", object)})
 
 
-def write_snapshot(root: Path, model: str = MODEL, dense: bytes | None = None, *, canary: bool = False) -> Path:
-    """The tables and features that all requests are of; a canary's items have twice the values."""
-    where = root / f"{model}-{canary}"
-    with tierstore.SnapshotWriter(where, model=model, version=VERSION + canary) as writer:
-        item = writer.table("item", dim=4, default=row("item", UNKNOWN_ITEM).tolist())
-        item.write(np.array([*ITEMS], np.int64), rows("item", np.array([*ITEMS])) * (1 + canary))
-        user = writer.table("user", dim=3, key="string")
-        user.write([*USERS], rows("user", np.array([*USERS], object)))
-        big = writer.table("big", dim=2, key="uint64")
-        big.write(np.array([*BIG], np.uint64), rows("big", np.array([*BIG], np.uint64)))
-        writer.feature("item_id", table="item")
-        writer.feature("clicked", table="item", combiner="mean")
-        writer.feature("user", table="user")
-        writer.feature("big", table="big")
-        if dense is not None:
-            writer.dense(dense)
-    return where
-
-
 Expected = dict[str, np.ndarray] | str  # outputs, or a part of an error's message
 
-KEYS = np.array([3, 63, 64, -(1 << 63), (1 << 63) - 1, 3, -1], np.int64)
-SQUARE = np.array([[1, 2, 3, 4], [5, 6, 7, 64]], np.int64)
+KEYS = np.array([3, 63, 100, -(1 << 63), (1 << 63) - 1, 2, -1], np.int64)
+SQUARE = np.array([[1, 2, 3, 4], [5, 6, 7, 100]], np.int64)
 OFFSETS = np.array([0, 2, 2, 3], np.int64)
 WEIGHTS = np.array([1, 3, 2, 0.5, 0.5, 1, 6], np.float32)  # sums of 4, 2, 8
 NAMES = np.array(["u1", "λ", "nobody", "", "u1"], object)
@@ -107,7 +79,7 @@ def look_ups() -> list[tuple[Case, Expected]]:
         return Case(name, MODEL, inputs, **more), expected  # type: ignore[arg-type]
 
     bags = {"clicked": KEYS, "clicked.offsets": OFFSETS}
-    bigs = np.array([(1 << 63) + 1, 5, 6], np.uint64)
+    bigs = np.array([1 << 63, 5, 6], np.uint64)
     return [
         case("rows of integer keys", {"item_id": KEYS}, {"item_id": rows("item", KEYS)}),
         case("rows of a batch", {"item_id": SQUARE}, {"item_id": rows("item", SQUARE)}),
@@ -140,7 +112,12 @@ def look_ups() -> list[tuple[Case, Expected]]:
         case("a version that is named", {"item_id": KEYS}, {"item_id": rows("item", KEYS)}, version=VERSION),
         case("an unknown feature", {"nope": KEYS}, "nope"),
         case("an unknown version", {"item_id": KEYS}, "7", version=7),
-        case("a label", {"item_id": KEYS[:2]}, {"item_id": 2 * rows("item", KEYS[:2])}, version="canary"),
+        case(
+            "a label",
+            {"item_id": KEYS[:2]},
+            {"item_id": scenes.rows("item", [3 + SHIFT, 63 + SHIFT])},
+            version="canary",
+        ),
         case("an unknown label", {"item_id": KEYS}, "spring", version="spring"),
     ]
 

@@ -1,4 +1,4 @@
-"""The clients that live in the tests' own environment: tritonclient, and tierstore's."""
+"""Clients of the tests' own environment that `tests/service/callers.py` does not ask with: those of asyncio, and of shared memory."""
 
 from __future__ import annotations
 
@@ -83,18 +83,6 @@ def _each(job: Job, ask: Callable[[Case], dict[str, np.ndarray]]) -> Answers:
     return answers
 
 
-def _triton(triton: Any, address: str, job: Job) -> Answers:
-    with triton.InferenceServerClient(address) as client:
-
-        def ask(case: Case) -> dict[str, np.ndarray]:
-            result = client.infer(
-                case.model, _inputs(triton, case), model_version=_version(case), outputs=_outputs(triton, case)
-            )
-            return _arrays(result, case)
-
-        return _each(job, ask)
-
-
 def _triton_aio(module: Any, plain: Any, address: str, job: Job) -> Answers:
     async def run() -> Answers:
         answers: Answers = {}
@@ -154,11 +142,6 @@ def _ask_shm(triton: Any, client: Any, name: str, region: Any, case: Case) -> di
     return arrays
 
 
-def _tierstore(job: Job) -> Answers:
-    with tierstore.Client(f"http://{job.http}") as client:
-        return _each(job, lambda case: _understood(case, _verb(client, case)))
-
-
 def _tierstore_aio(job: Job) -> Answers:
     async def run() -> Answers:
         answers: Answers = {}
@@ -204,12 +187,9 @@ def _understood(case: Case, answer: Any) -> dict[str, np.ndarray]:
 
 
 CLIENTS: dict[str, Callable[[Job], Answers]] = {
-    "triton_http": lambda job: _triton(triton_http, job.http, job),
     "triton_http_aio": lambda job: _triton_aio(triton_http_aio, triton_http, job.http, job),
-    "triton_grpc": lambda job: _triton(triton_grpc, job.grpc, job),
     "triton_grpc_aio": lambda job: _triton_aio(triton_grpc_aio, triton_grpc, job.grpc, job),
     "triton_http_shm": lambda job: _triton_shm(triton_http, job.http, job),
     "triton_grpc_shm": lambda job: _triton_shm(triton_grpc, job.grpc, job),
-    "tierstore": _tierstore,
     "tierstore_aio": _tierstore_aio,
 }

@@ -16,6 +16,7 @@ pytest.importorskip("tritonclient.grpc", reason="needs tritonclient, of the extr
 
 from tests.engine.quick_build import in_process as in_process_loads
 from tests.interop import cases, exchange, in_process
+from tests.service.scenes import write_snapshot
 from tierstore.config import load_settings
 from tierstore.engine.store import Store
 from tierstore.service.server import ServerThread
@@ -100,10 +101,10 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Asked]:
         disk_threads=2,
     )
     with in_process_loads(), Store(settings) as store:
-        store.load_snapshot(cases.write_snapshot(root))
-        store.load_snapshot(cases.write_snapshot(root, canary=True), activate=False)
+        store.load_snapshot(write_snapshot(root))
+        store.load_snapshot(write_snapshot(root, cases.VERSION + 1, shift=cases.SHIFT), activate=False)
         store.canary(cases.MODEL, cases.VERSION + 1, share=0.0)
-        store.load_snapshot(cases.write_snapshot(root, cases.RANKER, cases.ranker()))
+        store.load_snapshot(write_snapshot(root, model=cases.RANKER, dense=cases.ranker()))
         with ServerThread(store) as server:
             job = exchange.Job(server.url.removeprefix("http://"), server.grpc_target, [case for case, _ in REQUESTS])
             asked = Asked(job, root)

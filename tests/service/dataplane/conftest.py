@@ -1,4 +1,4 @@
-"""Tests of what is answered, over both transports."""
+"""Tests of what is answered, over every protocol."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.service.wires import GrpcWire, HttpWire, Wire
+from tests.service.callers import CALLERS, Caller
 from tierstore.service.server import ServerThread
 
 
-@pytest.fixture(params=[HttpWire, GrpcWire])
-def wire(request: pytest.FixtureRequest, server: ServerThread) -> Iterator[Wire]:
-    if request.param is GrpcWire:
-        pytest.importorskip("tritonclient.grpc", reason="tritonclient[grpc] is not installed")
-    wire: Wire = request.param(server)
-    yield wire
-    wire.client.close()
+@pytest.fixture(params=CALLERS, ids=lambda caller: caller.__name__)
+def caller(request: pytest.FixtureRequest, server: ServerThread) -> Iterator[Caller]:
+    """To the fixture `server`, which a file of tests may have of its own."""
+    caller: Caller = request.param(server)
+    yield caller
+    caller.close()

@@ -78,34 +78,7 @@ def test_requests_of_one_id_get_one_version(scene: Scene) -> None:
     chosen = {f"r{number}": scene.version(**{"X-Request-Id": f"r{number}"}) for number in range(40)}
     assert set(chosen.values()) == {1, 2}
     assert {name: scene.version(**{"x-request-id": name}) for name in chosen} == chosen
-    engine = scene.store.model("ctr")
-    for name, version in chosen.items():
-        with engine.view(route=name) as view:
-            assert view.version == version
     assert {scene.version() for _ in range(60)} == {1, 2}
-
-
-def test_a_request_id_means_the_same_over_every_protocol(scene: Scene) -> None:
-    grpc = pytest.importorskip("grpc", reason="grpcio is not installed")
-    messages = pytest.importorskip("tierstore.service.rpc.protobuf", reason="the extra grpc is not installed")
-    ask, answer = (messages.message_class(f"inference.ModelInfer{kind}") for kind in ("Request", "Response"))
-    tensor = {"name": "item_id", "datatype": "INT64", "shape": [1], "contents": {"int64_contents": [5]}}
-    request = ask(model_name="ctr", inputs=[tensor])
-    with grpc.insecure_channel(scene.server.grpc_target) as channel:
-        infer = channel.unary_unary(
-            "/inference.GRPCInferenceService/ModelInfer",
-            request_serializer=ask.SerializeToString,
-            response_deserializer=answer.FromString,
-        )
-        for name in (f"r{number}" for number in range(20)):
-            version = scene.version(**{"x-request-id": name})
-            assert infer(request, metadata=[("x-request-id", name)]).model_version == str(version)
-        request.model_version = "canary"
-        assert infer(request).model_version == "2"
-    for _ in range(10):
-        assert scene.http.get("/v1/models/ctr/metadata").json()["model_spec"]["version"] == "1"
-    states = scene.http.get("/v1/models/ctr").json()["model_version_status"]
-    assert {entry["version"]: entry["state"] for entry in states} == {"1": "AVAILABLE", "2": "AVAILABLE"}
 
 
 def test_tritonclient_requests_a_label_and_sees_both_versions(scene: Scene) -> None:

@@ -170,21 +170,3 @@ def test_the_same_request_means_what_the_version_says(own: Own, tmp_path: Path) 
         writer.feature("other", table="item")
     store.load_snapshot(where)
     assert "unknown input" in infer(http, {"item_id": np.array([3])}).json()["error"]
-
-
-def test_requests_of_one_structure_differ_in_their_data(http: httpx.Client) -> None:
-    for first in range(5):
-        (got,) = vectors(infer(http, {"item_id": np.array([first, first + 1])}))
-        np.testing.assert_array_equal(got, rows("item", [first, first + 1]))
-    offsets = [np.array([0, 1]), np.array([0, 2]), np.array([0, 3]), np.array([1, 1])]
-    answers = [infer(http, {"clicked": np.array([4, 6]), "clicked.offsets": each}) for each in offsets]
-    np.testing.assert_array_equal(vectors(answers[0])[0], rows("item", [4, 6]))
-    np.testing.assert_array_equal(vectors(answers[1])[0], rows("item", [5, 0]))
-    assert [answer.status_code for answer in answers] == [200, 200, 400, 400], "values are checked every time"
-    short = infer(http, {"item_id": np.array([7, 8])}, tail=bytes(8))
-    assert short.status_code == 400
-    for name in ("a", "b"):
-        answer = infer(http, {"item_id": np.array([7, 8])}, id=name, parameters={})
-        assert answer.json()["id"] == name
-    (got,) = vectors(infer(http, {"item_id": np.array([7, 8])}, model="one"))
-    np.testing.assert_array_equal(got, rows("item", [7, 8]))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-import json
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,54 +21,47 @@ from tests.engine.quick_build import in_process
 from tests.engine.reads.test_heads import HEADS, INPUTS, KEYS, graph, rows, snapshot
 from tests.extras import has_grpc
 from tests.predict import onnx_models as om
+from tests.service.callers import (
+    UNKNOWN,
+    Caller,
+    OurClient,
+    Refused,
+    TfsColumns,
+    TfsGrpc,
+    TritonGrpc,
+    TritonHttp,
+    over_all,
+    tfs_call,
+)
 from tests.service.conftest import GRPC, eventually, settings_for
-from tests.service.wires import GrpcWire, HttpWire, Wire
 from tierstore.access.roles import Role
 from tierstore.access.tokens import TokenFile
 from tierstore.engine.store import Store
-from tierstore.errors import Forbidden, NotFound, Overloaded
+from tierstore.errors import Forbidden, Overloaded
 from tierstore.service.server import ServerThread
 from tierstore.types import head_name
-
-WIRES = ["http", pytest.param("grpc", marks=pytest.mark.skipif(not has_grpc(), reason="grpcio is not installed"))]
 
 
 def named(head: str) -> str:
     return head_name("ctr", head)
 
 
-def wire_to(server: ServerThread, kind: str) -> Wire:
-    return HttpWire(server) if kind == "http" else GrpcWire(server)
+def inputs_of(head: str) -> dict[str, np.ndarray]:
+    """Arrays by input."""
+    found: dict[str, Any] = {name: INPUTS[name] for name in HEADS[head]}
+    if "clicked" in found:
+        found |= dict(zip(("clicked", "clicked.offsets"), found["clicked"], strict=True))
+    return found
 
 
-def infer(wire: Wire, head: str, version: str = "") -> tuple[int, int, int]:
-    """(version, number of the rows, number of the graph) of an answer to an unchanged client."""
-    tensors = []
-    for name in HEADS[head]:
-        keys, offsets = (INPUTS[name], None) if name != "clicked" else INPUTS[name]
-        tensors.append(wire.tensor(name, keys, "INT64"))
-        if offsets is not None:
-            tensors.append(wire.tensor(f"{name}.offsets", offsets, "INT64"))
-    answer = wire.client.infer(named(head), tensors, version, outputs=[wire.wanted("seen")])
-    return int(wire.answered(answer)[0]), *om.witnessed(answer.as_numpy("seen"))
-
-
-def columns(head: str) -> dict[str, list[int]]:
-    """The inputs of a head as TensorFlow Serving's REST takes them by columns."""
-    found = {name: INPUTS[name] for name in HEADS[head] if name != "clicked"}
-    if "clicked" in HEADS[head]:
-        found |= dict(zip(("clicked", "clicked.offsets"), INPUTS["clicked"], strict=True))
-    return {name: array.tolist() for name, array in found.items()}
-
-
-def rest(web: httpx.Client, head: str) -> tuple[int, int]:
-    response = web.post(f"/v1/models/{named(head)}:predict", content=json.dumps({"inputs": columns(head)}))
-    assert response.status_code == 200, response.text
-    return om.witnessed(np.array(response.json()["outputs"]))
+def witnessed(caller: Caller, head: str, **how: Any) -> tuple[int, int]:
+    """(number of the rows, number of the graph) of an answer."""
+    (seen,) = caller.ask(named(head), inputs_of(head), ["seen"], **how).values()
+    return om.witnessed(seen)
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Store, ServerThread]]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerThread]:
     """Version 1 of `ctr` with three heads, all its numbers 1, and version 2, its canary for who names it, all 2."""
     root = tmp_path_factory.mktemp("heads")
     with in_process(), Store(settings_for(root, grpc_port=GRPC, keep_versions=9)) as store:
@@ -76,64 +69,70 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Store, Se
         store.load_snapshot(snapshot(root, 2, number=2), activate=False)
         store.canary("ctr", 2, 0.0)
         with ServerThread(store) as server:
-            yield store, server
+            eventually(lambda: server.service.reactors_state == "running", "the reactors")
+            yield server
 
 
 @pytest.fixture
-def web(served: tuple[Store, ServerThread]) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=served[1].url, timeout=60) as client:
+def web(server: ServerThread) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=60) as client:
         yield client
 
 
-@pytest.mark.parametrize("kind", WIRES)
-def test_unchanged_clients_of_triton_ask_heads_by_name(served: tuple[Store, ServerThread], kind: str) -> None:
-    _, server = served
-    wire = wire_to(server, kind)
-    answers = server.service.reactors.answers
+@over_all()
+def test_heads_are_asked_by_name(caller: Caller) -> None:
+    answers = caller.server.service.reactors.answers
     for head in HEADS:
-        for _ in range(20):
-            assert infer(wire, head) == (1, 1, 1)
-        assert infer(wire, head, "2") == (2, 2, 2)
-        assert wire.client.is_model_ready(named(head))
-        assert wire.client.is_model_ready(named(head), "2")
-        metadata = wire.client.get_model_metadata(named(head), **({} if kind == "http" else {"as_json": True}))
-        assert metadata["name"] == named(head)
-        assert metadata["versions"] == ["1", "2"]
+        for _ in range(8):
+            assert witnessed(caller, head) == (1, 1)
+        assert witnessed(caller, head, version=2) == (2, 2)
+    if caller.compiled and not isinstance(caller, OurClient):  # whose ids decide beside a canary, which is for Python
+        assert caller.server.service.reactors.answers - answers > 12, "the compiled loops answer heads"
+    with pytest.raises(Refused, match="no head 'nope'") as refused:
+        caller.ask("ctr.nope", {"item_id": KEYS}, ["seen"])
+    assert refused.value.kind == UNKNOWN
+
+
+@over_all()
+def test_rows_of_the_model_are_looked_up_under_the_name_of_a_head(caller: Caller) -> None:
+    (rows_of_user,) = caller.ask("ctr.cvr", {"user_id": KEYS}, ["user_id"]).values()
+    np.testing.assert_array_equal(rows_of_user, np.ones((9, 4)))
+    both = caller.ask("ctr.cvr", {"item_id": KEYS}, ["seen", "item_id"])
+    assert om.witnessed(both["seen"]) == (1, 1)
+    np.testing.assert_array_equal(both["item_id"], np.ones((9, 8)))
+
+
+@over_all(callers=[TritonHttp, TritonGrpc])
+def test_documents_of_the_open_inference_protocol_name_heads(caller: TritonHttp) -> None:
+    client, http = caller.client, type(caller) is TritonHttp
+    how = {} if http else {"as_json": True}
+    for head in HEADS:
+        for version in ("1", "2"):
+            witnessed(caller, head, version=int(version))
+            assert client.is_model_ready(named(head), version)
+        metadata = client.get_model_metadata(named(head), **how)
+        assert (metadata["name"], metadata["versions"]) == (named(head), ["1", "2"])
         assert metadata["outputs"][0]["name"] == "seen"
-        config = wire.client.get_model_config(named(head), **({} if kind == "http" else {"as_json": True}))
-        assert (config if kind == "http" else config["config"])["name"] == named(head)
-        stats = wire.client.get_inference_statistics(named(head), **({} if kind == "http" else {"as_json": True}))
+        config = client.get_model_config(named(head), **how)
+        assert (config if http else config["config"])["name"] == named(head)
+        stats = client.get_inference_statistics(named(head), **how)
         counts = {one["version"]: int(one["inference_count"]) for one in stats["model_stats"]}
-        assert counts["1"] >= 20
-        assert counts["2"] >= 1
-    assert server.service.reactors.answers - answers > 30, "the compiled loops answer heads"
-    index = wire.client.get_model_repository_index(**({} if kind == "http" else {"as_json": True}))
-    entries = index if kind == "http" else index["models"]
-    assert {(one["name"], one["version"], one["state"]) for one in entries} == {
+        assert min(counts["1"], counts["2"]) >= 1
+    index = client.get_model_repository_index(**how)
+    assert {(one["name"], one["version"], one["state"]) for one in (index if http else index["models"])} == {
         (named(head), version, "READY") for head in HEADS for version in "12"
     }
     with pytest.raises(InferenceServerException, match="no head 'nope'; version 1 has cvr, ltv"):
-        wire.client.get_model_metadata("ctr.nope")
+        client.get_model_metadata("ctr.nope")
     with pytest.raises(InferenceServerException, match=r"unknown model 'ctr\.'"):
-        wire.client.get_model_metadata("ctr.")
-    for verb in (wire.client.load_model, wire.client.unload_model):
+        client.get_model_metadata("ctr.")
+    for verb in (client.load_model, client.unload_model):
         with pytest.raises(InferenceServerException, match=r"'ctr\.cvr'"):
             verb("ctr.cvr")
 
 
-def test_rows_of_the_model_are_looked_up_under_the_name_of_a_head(served: tuple[Store, ServerThread]) -> None:
-    with tierstore.Client(served[1].url) as client:
-        np.testing.assert_array_equal(client.lookup("ctr.cvr", "user_id", KEYS), np.ones((9, 4)))
-        assert om.witnessed(client.predict("ctr.cvr", {"item_id": KEYS})) == (1, 1)
-        both = client.predict("ctr.cvr", {"item_id": KEYS}, outputs=["seen", "item_id"])
-        np.testing.assert_array_equal(both["item_id"], np.ones((9, 8)))
-        with pytest.raises(NotFound, match="no head 'nope'"):
-            client.predict("ctr.nope", {"item_id": KEYS})
-
-
-def test_clients_of_tensorflow_serving_ask_heads_by_name(served: tuple[Store, ServerThread], web: httpx.Client) -> None:
+def test_documents_of_tensorflow_serving_name_heads(server: ServerThread, web: httpx.Client) -> None:
     for head in HEADS:
-        assert rest(web, head) == (1, 1)
         path = f"/v1/models/{named(head)}"
         states = web.get(path).json()["model_version_status"]
         assert [(one["version"], one["state"]) for one in states] == [("2", "AVAILABLE"), ("1", "AVAILABLE")]
@@ -141,42 +140,25 @@ def test_clients_of_tensorflow_serving_ask_heads_by_name(served: tuple[Store, Se
         assert metadata["model_spec"]["name"] == named(head)
         signature = metadata["metadata"]["signature_def"]["signature_def"]["serving_default"]
         assert signature["outputs"].keys() == {"seen"}
-    for path in ("ctr.nope", "ctr.nope/metadata", "ctr.nope:predict"):
-        response = web.request("POST" if ":" in path else "GET", f"/v1/models/{path}", content=b"{}")
+    for path in ("ctr.nope", "ctr.nope/metadata"):
+        response = web.get(f"/v1/models/{path}")
         assert (response.status_code, "no head 'nope'" in response.text) == (404, True)
-
-
-def test_grpc_clients_of_tensorflow_serving_ask_heads_by_name(served: tuple[Store, ServerThread]) -> None:
     grpc = pytest.importorskip("grpc", reason="grpcio is not installed")
-    from tests.service.tfserving.test_grpc import PredictResponse, arrays, request
-    from tierstore.service.rpc.tfserving import MetadataRequest, MetadataResponse, StatusRequest, StatusResponse
-
-    with grpc.insecure_channel(served[1].grpc_target) as channel:
-
-        def call(method: str, message: Any, answer: Any) -> Any:
-            stub = channel.unary_unary(
-                f"/tensorflow.serving.{method}", lambda m: m.SerializeToString(), answer.FromString
-            )
-            return stub(message, timeout=30)
-
+    with grpc.insecure_channel(server.grpc_target) as channel:
         for head in HEADS:
-            inputs = {name: np.array(values) for name, values in columns(head).items()}
-            answer = call("PredictionService/Predict", request(inputs, model=named(head)), PredictResponse)
-            assert answer.model_spec.name == named(head)
-            assert om.witnessed(arrays(answer)["seen"]) == (1, 1)
-            wanted = MetadataRequest(metadata_field=["signature_def"])
-            wanted.model_spec.name = named(head)
-            assert call("PredictionService/GetModelMetadata", wanted, MetadataResponse).model_spec.name == named(head)
-            asks = StatusRequest()
-            asks.model_spec.name = named(head)
-            assert len(call("ModelService/GetModelStatus", asks, StatusResponse).model_version_status) == 2
+            found = tfs_call(
+                channel, "PredictionService/GetModelMetadata", named(head), metadata_field=["signature_def"]
+            )
+            assert found.model_spec.name == named(head)
+            assert len(tfs_call(channel, "ModelService/GetModelStatus", named(head)).model_version_status) == 2
 
 
-def test_status_and_metrics_name_heads(served: tuple[Store, ServerThread], web: httpx.Client) -> None:
-    store, _ = served
+def test_status_and_metrics_name_heads(server: ServerThread, web: httpx.Client) -> None:
+    caller = TfsColumns(server)
     for head in HEADS:
-        rest(web, head)
-    document = store.status()["models"]["ctr"]
+        witnessed(caller, head)
+    caller.close()
+    document = server.service.store.status()["models"]["ctr"]
     assert document["heads"].keys() == {"cvr", "ltv"}
     assert all(of["runs"] > 0 for of in document["heads"].values())
     assert [one["heads"] for one in document["versions"]] == [{"cvr": "served", "ltv": "served"}] * 2
@@ -187,12 +169,12 @@ def test_status_and_metrics_name_heads(served: tuple[Store, ServerThread], web: 
     }
     for name in ("tierstore_predicts_total", "tierstore_dense_runs_total", "tierstore_model_requests_total"):
         assert {(name, named(head)) for head in HEADS} <= samples
-    counted = served[1].service.inference_stats
+    counted = server.service.inference_stats
     of_heads = [counted.of(named(head), 1).success for head in HEADS]
     assert counted.requests("ctr", 1).total >= sum(of_heads) > max(of_heads), "a canary is judged by all of them"
 
 
-def test_a_head_is_loaded_and_unloaded_with_its_model(served: tuple[Store, ServerThread], web: httpx.Client) -> None:
+def test_a_head_is_loaded_and_unloaded_with_its_model(server: ServerThread, web: httpx.Client) -> None:
     for verb in ("load", "unload"):
         refused = web.post(f"/v2/repository/models/ctr.cvr/{verb}", json={})
         assert (refused.status_code, "head of model 'ctr'" in refused.text) == (400, True)
@@ -200,10 +182,10 @@ def test_a_head_is_loaded_and_unloaded_with_its_model(served: tuple[Store, Serve
     assert web.get("/v2/models/ctr.cvr/ready").status_code == 200
 
 
-def test_an_unknown_head_leaves_no_statistics(served: tuple[Store, ServerThread], web: httpx.Client) -> None:
+def test_an_unknown_head_leaves_no_statistics(server: ServerThread, web: httpx.Client) -> None:
     for number in range(5):
         assert web.post(f"/v2/models/ctr.x{number}/infer", content=b"{}").status_code == 404
-    names = {name for name, _, _ in served[1].service.inference_stats.by_version()}
+    names = {name for name, _, _ in server.service.inference_stats.by_version()}
     assert names <= {named(head) for head in HEADS}
 
 
@@ -261,6 +243,13 @@ class Story:
             self.states[head].add((version, of, number))
 
 
+def whole(caller: Caller, head: str) -> tuple[int, ...]:
+    """(version where the protocol says it, number of the rows, number of the graph)."""
+    answer = caller.ask(named(head), inputs_of(head), ["seen"])
+    (seen,) = answer.values()
+    return *(() if answer.version is None else (answer.version,)), *om.witnessed(seen)
+
+
 @pytest.mark.thorough
 def test_no_answer_of_three_heads_is_mixed_and_none_fails_while_all_of_it_changes(tmp_path: Path) -> None:
     story, over = Story(), threading.Event()
@@ -272,15 +261,12 @@ def test_no_answer_of_three_heads_is_mixed_and_none_fails_while_all_of_it_change
         ServerThread(store) as server,
     ):
 
-        def callers(head: str) -> Iterator[Callable[[], tuple[int, ...]]]:
-            web = httpx.Client(base_url=server.url, timeout=60)
-            wires = [HttpWire(server), GrpcWire(server)] if has_grpc() else [HttpWire(server)]
-            asks: list[Callable[[], tuple[int, ...]]] = [lambda: rest(web, head)]
-            asks += [lambda wire=wire: infer(wire, head) for wire in wires for _ in range(3)]  # type: ignore[misc]
-            yield from itertools.cycle(asks)
+        def asks(head: str) -> Iterator[Callable[[], tuple[int, ...]]]:
+            kinds = [TritonHttp, TfsColumns, *([TritonGrpc, TfsGrpc] if has_grpc() else [])] * 2
+            yield from itertools.cycle([functools.partial(whole, kind(server), head) for kind in kinds])
 
         def go_on(head: str) -> None:
-            for ask in callers(head):
+            for ask in asks(head):
                 if over.is_set():
                     return
                 try:

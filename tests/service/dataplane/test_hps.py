@@ -13,9 +13,9 @@ import xxhash
 from tritonclient.utils import InferenceServerException
 
 from tests.imports.test_hps import hps
+from tests.service.callers import OIP, Caller, Refused, TritonGrpc, TritonHttp, over_all
 from tests.service.conftest import GRPC, settings_for
 from tests.service.scenes import write_snapshot
-from tests.service.wires import HttpWire, Wire
 from tierstore.cli import main
 from tierstore.engine.store import Store
 from tierstore.imports.hps import read_ps_json
@@ -71,111 +71,90 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerThread]:
             yield server
 
 
-def inputs(wire: Wire, keys: list[int], numbers: list[int], *, binary: bool = True) -> list[Any]:
+def inputs(keys: list[int], numbers: list[int]) -> dict[str, np.ndarray]:
     """As the sample notebook of HPS makes them: a batch of one."""
-    return [
-        wire.tensor("KEYS", np.array([keys], np.int64), "INT64", binary=binary),
-        wire.tensor("NUMKEYS", np.array([numbers], np.int32), "INT32", binary=binary),
-    ]
+    return {"KEYS": np.array([keys], np.int64), "NUMKEYS": np.array([numbers], np.int32)}
 
 
-@pytest.mark.parametrize("binary_out", [True, False])
-@pytest.mark.parametrize("binary_in", [True, False])
-def test_rows_of_one_table_after_those_of_the_other(wire: Wire, binary_in: bool, binary_out: bool) -> None:
+def looked_up(caller: Caller, keys: list[int], numbers: list[int], **how: Any) -> list[float]:
+    answer = caller.ask("wdl", inputs(keys, numbers), ["OUTPUT0"], **how)
+    assert answer.keys() == {"OUTPUT0"}
+    assert answer["OUTPUT0"].ndim == 1
+    found: list[float] = answer["OUTPUT0"].tolist()
+    return found
+
+
+@over_all(callers=OIP)
+def test_rows_of_one_table_after_those_of_the_other(caller: Caller) -> None:
     for keys, numbers, rows in (
         ([4, 99, 0, 3, -1], [3, 2], wide(4, 99, 0) + deep(3, -1)),  # again and again, as clients do
         ([4, 99, 0, 3, -1], [0, 5], deep(4, 99, 0, 3, -1)),
         ([4, 99, 0, 3, -1], [5, 0], wide(4, 99, 0, 3, -1)),
         ([], [0, 0], []),
     ):
-        answer = wire.client.infer(
-            "wdl",
-            inputs(wire, keys, numbers, binary=binary_in),
-            request_id="1",
-            outputs=[wire.wanted("OUTPUT0", binary=binary_out)],
-        )
-        assert wire.answered(answer)[1:] == ("1", ["OUTPUT0"])
-        assert answer.as_numpy("OUTPUT0").dtype == np.float32
-        assert answer.as_numpy("OUTPUT0").tolist() == rows, "flat"
+        assert looked_up(caller, keys, numbers) == rows
 
 
-def test_no_outputs_and_inputs_in_any_order(wire: Wire) -> None:
-    answer = wire.client.infer("wdl", inputs(wire, [1, 2, 3], [1, 2])[::-1])
-    assert answer.as_numpy("OUTPUT0").tolist() == wide(1) + deep(2, 3)
-    answer = wire.client.infer("wdl", inputs(wire, [1, 2], [1, 1]), outputs=[wire.wanted("OUTPUT0", dtype="FP16")])
-    assert answer.as_numpy("OUTPUT0").dtype == np.float16
-    assert answer.as_numpy("OUTPUT0").tolist() == wide(1) + deep(2)
+@over_all(callers=OIP)
+def test_no_outputs_and_inputs_in_any_order(caller: Caller) -> None:
+    answer = caller.ask("wdl", dict([*inputs([1, 2, 3], [1, 2]).items()][::-1]))
+    assert answer["OUTPUT0"].tolist() == wide(1) + deep(2, 3)
 
 
-def test_as_many_keys_as_a_batch_has(wire: Wire) -> None:
+@over_all(callers=OIP)
+def test_as_many_keys_as_a_batch_has(caller: Caller) -> None:
     keys = np.random.default_rng(7).integers(-2, 7, 6000).tolist()
-    answer = wire.client.infer("wdl", inputs(wire, keys, [1000, 5000]))
-    assert answer.as_numpy("OUTPUT0").tolist() == wide(*keys[:1000]) + deep(*keys[1000:])
-    with pytest.raises(InferenceServerException, match="takes 72000 bytes of rows, 65536 are allowed: split"):
-        wire.client.infer("wdl", inputs(wire, [1] * 6000, [6000, 0]))
+    assert looked_up(caller, keys, [1000, 5000]) == wide(*keys[:1000]) + deep(*keys[1000:])
+    with pytest.raises(Refused, match="takes 72000 bytes of rows, 65536 are allowed: split"):
+        looked_up(caller, [1] * 6000, [6000, 0])
 
 
-def test_its_tables_answer_by_the_names_of_features_too(wire: Wire) -> None:
-    given = [wire.tensor(DEEP, np.array([4, 9]), "INT64"), wire.tensor(WIDE, np.array([1]), "INT64")]
-    answer = wire.client.infer("wdl", given)
-    assert answer.as_numpy(DEEP).tolist() == [deep(4), deep(9)]
-    assert answer.as_numpy(WIDE).tolist() == [wide(1)]
-
-
-def test_ids_are_hashed_where_the_features_say_so(wire: Wire) -> None:
+@over_all(callers=OIP)
+def test_ids_are_hashed_where_the_features_say_so(caller: Caller) -> None:
     wide_ids, deep_ids = [17, -1, 1 << 62, 4], [4, -(1 << 63), 7]
     of_wide = [xxhash.xxh3_64_intdigest(key.to_bytes(8, "little", signed=True), 9) % 5 for key in wide_ids]
     of_deep = [key % 4 for key in deep_ids]
     assert len(set(of_wide)) > 1
     for _ in range(3):
-        answer = wire.client.infer("hashed", inputs(wire, [*wide_ids, *deep_ids], [4, 3]))
-        assert answer.as_numpy("OUTPUT0").tolist() == wide(*of_wide) + deep(*of_deep)
-        given = [wire.tensor(DEEP, np.array(deep_ids), "INT64"), wire.tensor(WIDE, np.array(wide_ids), "INT64")]
-        answer = wire.client.infer("hashed", given)
-        assert answer.as_numpy(DEEP).ravel().tolist() == deep(*of_deep)
-        assert answer.as_numpy(WIDE).ravel().tolist() == wide(*of_wide)
+        answer = caller.ask("hashed", inputs([*wide_ids, *deep_ids], [4, 3]))
+        assert answer["OUTPUT0"].tolist() == wide(*of_wide) + deep(*of_deep)
+        answer = caller.ask("hashed", {DEEP: np.array(deep_ids), WIDE: np.array(wide_ids)})
+        assert answer[DEEP].ravel().tolist() == deep(*of_deep)
+        assert answer[WIDE].ravel().tolist() == wide(*of_wide)
 
 
-@pytest.mark.parametrize(
-    ("keys", "numbers", "says"),
-    [
-        ([1, 2, 3], [1, 1], r"'NUMKEYS': expected how many of the 3 keys are of each table, wide, deep; got \[1, 1\]"),
-        ([1, 2, 3], [4, -1], r"'NUMKEYS': expected how many of the 3 keys .*got \[4, -1\]"),
-        ([1, 2, 3], [1, 1, 1], r"'NUMKEYS': expected a number a table, 2 for wide, deep; the shape is \[1, 3\]"),
-        ([1, 2, 3], [3], r"'NUMKEYS': expected a number a table, 2 for wide, deep; the shape is \[1, 1\]"),
-    ],
-)
-def test_numbers_that_do_not_add_up(wire: Wire, keys: list[int], numbers: list[int], says: str) -> None:
-    with pytest.raises(InferenceServerException, match=says):
-        wire.client.infer("wdl", inputs(wire, keys, numbers))
+@over_all(callers=OIP)
+def test_numbers_that_do_not_add_up(caller: Caller) -> None:
+    for numbers, says in (
+        ([1, 1], r"'NUMKEYS': expected how many of the 3 keys are of each table, wide, deep; got \[1, 1\]"),
+        ([4, -1], r"'NUMKEYS': expected how many of the 3 keys .*got \[4, -1\]"),
+        ([1, 1, 1], r"'NUMKEYS': expected a number a table, 2 for wide, deep; the shape is \[1, 3\]"),
+        ([3], r"'NUMKEYS': expected a number a table, 2 for wide, deep; the shape is \[1, 1\]"),
+    ):
+        with pytest.raises(Refused, match=says):
+            looked_up(caller, [1, 2, 3], numbers)
 
 
-def test_what_else_is_refused(wire: Wire) -> None:
-    keys, numbers = inputs(wire, [1], [1, 0])
-    long = wire.tensor("NUMKEYS", np.array([[1, 0]], np.int64), "INT64")
+@pytest.mark.parametrize("kind", [TritonHttp, TritonGrpc])
+def test_what_else_is_refused(server: ServerThread, kind: type[TritonHttp]) -> None:
+    caller = kind(server)
+    keys, numbers = (caller.tensor(*each) for each in inputs([1], [1, 0]).items())
+    long = caller.tensor("NUMKEYS", np.array([[1, 0]], np.int64))
+    half = caller.client.infer("wdl", [keys, numbers], outputs=[caller.wanted("OUTPUT0", dtype="FP16")])
+    assert half.as_numpy("OUTPUT0").dtype == np.float16
+    assert half.as_numpy("OUTPUT0").tolist() == wide(1)
     for model, given, outputs, says in (
         ("wdl", [keys, long], None, "input 'NUMKEYS': expected INT32, got INT64"),
         ("wdl", [long, numbers], None, "input 'NUMKEYS' is given twice"),
         ("wdl", [keys], None, "unknown input 'KEYS'"),
-        ("wdl", [keys, numbers], [wire.wanted(WIDE)], "answered by the output 'OUTPUT0' alone, asked for .*wide"),
-        ("wdl", [keys, numbers], [wire.wanted("OUTPUT0", combiner="sum")], "rows as they are"),
-        ("wdl", [keys, numbers], [wire.wanted("OUTPUT0", dtype="FP64")], "dtype 'FP64' is not served"),
+        ("wdl", [keys, numbers], [caller.wanted(WIDE)], "answered by the output 'OUTPUT0' alone, asked for .*wide"),
+        ("wdl", [keys, numbers], [caller.wanted("OUTPUT0", combiner="sum")], "rows as they are"),
+        ("wdl", [keys, numbers], [caller.wanted("OUTPUT0", dtype="FP64")], "dtype 'FP64' is not served"),
         ("ctr", [keys, numbers], None, "table 'user' has string keys"),
     ):
         with pytest.raises(InferenceServerException, match=says):
-            wire.client.infer(model, given, outputs=outputs)
-
-
-def test_plain_json(server: ServerThread) -> None:
-    given = [
-        {"name": "KEYS", "datatype": "INT64", "shape": [1, 3], "data": [[0, 1, 2]]},
-        {"name": "NUMKEYS", "datatype": "INT32", "shape": [1, 2], "data": [1, 2]},
-    ]
-    answer = httpx.post(f"{server.url}/v2/models/wdl/infer", json={"inputs": given})
-    assert answer.status_code == 200, answer.text
-    assert answer.json()["outputs"] == [
-        {"name": "OUTPUT0", "datatype": "FP32", "shape": [7], "data": wide(0) + deep(1, 2)}
-    ]
+            caller.client.infer(model, given, outputs=outputs)
+    caller.close()
 
 
 def test_a_model_with_inputs_of_these_names_keeps_them(
@@ -189,8 +168,7 @@ def test_a_model_with_inputs_of_these_names_keeps_them(
         writer.feature("KEYS", table="KEYS")
         writer.feature("NUMKEYS", table="KEYS")
     store.load_snapshot(tmp_path / "s")
-    wire = HttpWire(server)
-    given = [wire.tensor("KEYS", np.array([5]), "INT64"), wire.tensor("NUMKEYS", np.array([6]), "INT64")]
-    answer = wire.client.infer("named", given)
-    assert (answer.as_numpy("KEYS").tolist(), answer.as_numpy("NUMKEYS").tolist()) == ([[0.5]], [[0.0]])
-    wire.client.close()
+    caller = TritonHttp(server)
+    answer = caller.ask("named", {"KEYS": np.array([5]), "NUMKEYS": np.array([6])})
+    assert (answer["KEYS"].tolist(), answer["NUMKEYS"].tolist()) == ([[0.5]], [[0.0]])
+    caller.close()

@@ -6,16 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
-from tritonclient.utils import InferenceServerException
 
 import tierstore
 from tests.hashed_keys import FEATURES, IDS, PADDING, ROWS, UNSIGNED, vectors, write_hashed, xxh3
+from tests.service.callers import BAD, Caller, Refused, TritonGrpc, TritonHttp, over_all
 from tests.service.conftest import GRPC, eventually, settings_for
 from tests.service.upstream.scenes import Scene
-from tests.service.wires import Wire
 from tierstore.engine.store import Store
 from tierstore.service.server import ServerThread
 
@@ -31,130 +29,91 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerThread]:
             yield server
 
 
-def tensor(wire: Wire, name: str, keys: Any) -> Any:
-    if isinstance(keys, list):
-        return wire.tensor(name, np.array([word.encode() for word in keys], object), "BYTES")
-    return wire.tensor(name, keys, "UINT64" if keys.dtype == np.uint64 else "INT64")
+def array(keys: Any) -> np.ndarray:
+    return np.array(keys, object) if isinstance(keys, list) else keys
 
 
-def test_over_triton_s_protocols(wire: Wire, server: ServerThread) -> None:
-    before = server.service.reactors.answers
+@over_all()
+def test_the_row_is_that_of_the_hashed_key(caller: Caller) -> None:
+    before = caller.server.service.reactors.answers
     for feature, (_, keys, rows) in FEATURES.items():
         for _ in range(4):  # the first is planned by Python, and reactors learn from it
-            found = [wire.wanted(feature), wire.wanted(f"{feature}.found")]
-            answer = wire.client.infer("ctr", [tensor(wire, feature, keys)], outputs=found)
-            np.testing.assert_array_equal(answer.as_numpy(feature), vectors(rows), feature)
-            assert answer.as_numpy(f"{feature}.found").all()
-    one_request = [tensor(wire, name, keys) for name, (_, keys, _) in FEATURES.items()]
+            answer = caller.ask("ctr", {feature: array(keys)}, [feature, f"{feature}.found"])
+            np.testing.assert_array_equal(answer[feature], vectors(rows), feature)
+            assert answer[f"{feature}.found"].all()
+    one_request = {name: array(keys) for name, (_, keys, _) in FEATURES.items()}
     for _ in range(3):
-        answer = wire.client.infer("ctr", one_request)
+        answer = caller.ask("ctr", one_request)
         for name, (_, _, rows) in FEATURES.items():
-            np.testing.assert_array_equal(answer.as_numpy(name), vectors(rows), name)
-    assert server.service.reactors.answers - before >= 3 * len(FEATURES) + 2
+            np.testing.assert_array_equal(answer[name], vectors(rows), name)
+    (half,) = caller.ask("ctr", {"by_seed": IDS}, half=True).values()
+    np.testing.assert_array_equal(half, vectors(FEATURES["by_seed"][2]).astype(np.float16))
+    if caller.compiled:
+        assert caller.server.service.reactors.answers - before >= len(FEATURES)
 
 
-def test_any_keys_have_the_rows_that_python_gives_them(wire: Wire, server: ServerThread) -> None:
+@over_all(callers=[TritonHttp, TritonGrpc])
+def test_any_keys_have_the_rows_that_python_gives_them(caller: Caller) -> None:
     """Compiled threads hash as `formats/key_hash.py` and `formats/trainer_hash.py` do."""
-    rng, before = np.random.default_rng(4), server.service.reactors.answers
+    rng, before = np.random.default_rng(4), caller.server.service.reactors.answers
     for size in (1, 2, 700, 9000):
         codes = rng.integers(-(1 << 63), 1 << 63, size, np.int64, endpoint=False) >> rng.integers(0, 64, size)
         for feature, (how, some, _) in FEATURES.items():
             keys: Any = [f"w{code}" for code in codes.tolist()] if isinstance(some, list) else codes.view(some.dtype)
-            expected = tierstore.row_numbers(keys, how)
-            answer = wire.client.infer("ctr", [tensor(wire, feature, keys)], outputs=[wire.wanted(feature)])
-            np.testing.assert_array_equal(answer.as_numpy(feature), vectors(expected), feature)
-    assert server.service.reactors.answers - before >= 3 * len(FEATURES)
+            answer = caller.ask("ctr", {feature: array(keys)}, [feature])
+            np.testing.assert_array_equal(answer[feature], vectors(tierstore.row_numbers(keys, how)), feature)
+    assert caller.server.service.reactors.answers - before >= 3 * len(FEATURES)
 
 
+@over_all()
 @pytest.mark.parametrize(("feature", "keys"), [("by_seed", UNSIGNED), ("unsigned", IDS), ("by_rest", UNSIGNED)])
-def test_numbers_of_the_other_type_are_taken_where_they_are_of_both(wire: Wire, feature: str, keys: np.ndarray) -> None:
+def test_numbers_of_the_other_type_are_taken_where_they_are_of_both(
+    caller: Caller, feature: str, keys: np.ndarray
+) -> None:
     """Before and after reactors have learned it: what only one type has is refused, and not taken for another number."""
     both = keys[[0, 1, 3]]
     rows = [FEATURES[feature][2][i] for i in (0, 1, 3)]
     for _ in range(3):
-        answer = wire.client.infer("ctr", [tensor(wire, feature, both)], outputs=[wire.wanted(feature)])
-        np.testing.assert_array_equal(answer.as_numpy(feature), vectors(rows))
-        with pytest.raises(InferenceServerException, match=r"expected u?int64 keys"):
-            wire.client.infer("ctr", [tensor(wire, feature, keys)], outputs=[wire.wanted(feature)])
+        (answer,) = caller.ask("ctr", {feature: both}, [feature]).values()
+        np.testing.assert_array_equal(answer, vectors(rows))
+        with pytest.raises(Refused, match=r"expected u?int64 keys|does not fit U?INT64") as refused:
+            caller.ask("ctr", {feature: keys}, [feature])
+        assert refused.value.kind == BAD
 
 
-def test_bags_and_their_padding_are_by_row(wire: Wire) -> None:
-    offsets = wire.tensor("bag.offsets", np.array([0, 3], np.int64), "INT64")
+@over_all()
+def test_bags_and_their_padding_are_by_row(caller: Caller) -> None:
     by_row = FEATURES["by_seed"][2]
     wanted = [sum(row for row in part if row != PADDING) for part in (by_row[:3], by_row[3:])]
-    for _ in range(3):
-        answer = wire.client.infer("ctr", [tensor(wire, "bag", IDS), offsets])
-        np.testing.assert_array_equal(answer.as_numpy("bag"), vectors(wanted))
+    for bags in ({"bag": IDS, "bag.offsets": np.array([0, 3])}, {"bag": IDS.reshape(2, 3)}):
+        for _ in range(3):
+            (answer,) = caller.ask("ctr", bags).values()
+            np.testing.assert_array_equal(answer, vectors(wanted))
 
 
-def test_keys_of_another_type_are_refused(wire: Wire) -> None:
-    with pytest.raises(InferenceServerException, match="it hashes string keys; expected BYTES, got INT64"):
-        wire.client.infer("ctr", [tensor(wire, "word", IDS)])
-    kinds = {"HttpWire": lambda one: one["datatype"], "GrpcWire": lambda one: one.datatype}
-    document = wire.client.get_model_metadata("ctr")
-    inputs = document["inputs"] if isinstance(document, dict) else document.inputs
-    names = [one["name"] if isinstance(one, dict) else one.name for one in inputs]
-    types = dict(zip(names, map(kinds[type(wire).__name__], inputs), strict=True))
-    assert (types["word"], types["by_seed"], types["unsigned"]) == ("BYTES", "INT64", "UINT64")
-    assert (types["keras_word"], types["keras_id"], types["keras_unsigned"]) == ("BYTES", "INT64", "UINT64")
+@over_all()
+def test_keys_of_another_type_are_refused(caller: Caller) -> None:
+    with pytest.raises(Refused, match=r"string keys|holds int") as refused:
+        caller.ask("ctr", {"word": IDS})
+    assert refused.value.kind == BAD
 
 
-def test_over_tensorflow_serving_and_the_clients(server: ServerThread) -> None:
-    for feature, (_, keys, rows) in FEATURES.items():
-        values = keys if isinstance(keys, list) else keys.tolist()
-        answer = httpx.post(
-            f"{server.url}/v1/models/ctr:predict", json={"signature_name": "lookup", "inputs": {feature: values}}
-        )
-        assert answer.json()["outputs"] == vectors(rows).tolist(), answer.text
-        with tierstore.Client(server.url) as client:
-            np.testing.assert_array_equal(client.lookup("ctr", feature, keys), vectors(rows))
-            entries = client.explain("ctr", feature, keys)["keys"]
-            assert [(entry["code"], entry["found"]) for entry in entries] == [(row, True) for row in rows]
-            assert entries[1]["key"] == values[1]
+def test_metadata_has_the_type_that_is_hashed(server: ServerThread) -> None:
+    caller = TritonHttp(server)
+    types = {one["name"]: one["datatype"] for one in caller.client.get_model_metadata("ctr")["inputs"]}
+    caller.close()
+    for name, datatype in (("word", "BYTES"), ("by_seed", "INT64"), ("unsigned", "UINT64")):
+        keras = {"word": "keras_word", "by_seed": "keras_id", "unsigned": "keras_unsigned"}[name]
+        assert types[name] == types[keras] == datatype
 
 
-@pytest.mark.parametrize("values", [False, True])
-def test_over_tensorflow_serving_s_grpc(server: ServerThread, values: bool) -> None:
-    grpc = pytest.importorskip("grpc", reason="grpcio is not installed")
-    from tests.service.tfserving import test_grpc as tfs
-
-    def tensors(name: str, keys: Any) -> dict[str, Any]:
-        return {name: tfs.tensor(keys, values=values)}
-
-    with grpc.insecure_channel(server.grpc_target) as channel:
-        method = "/tensorflow.serving.PredictionService/Predict"
-        call = channel.unary_unary(method, lambda m: m.SerializeToString(), tfs.PredictResponse.FromString)
-
-        def predict(inputs: dict[str, Any], **more: Any) -> dict[str, np.ndarray]:
-            return tfs.arrays(call(tfs.request(inputs, **more), timeout=30))
-
-        for feature, (_, keys, rows) in FEATURES.items():
-            for _ in range(3):
-                answer = predict(tensors(feature, keys), picked=(feature, f"{feature}.found"))
-                np.testing.assert_array_equal(answer[feature], vectors(rows), feature)
-                assert answer[f"{feature}.found"].all()
-        every = {
-            name: tensor for name, (_, keys, _) in FEATURES.items() for name, tensor in tensors(name, keys).items()
-        }
-        answer = predict(every)
-        for name, (_, _, rows) in FEATURES.items():
-            np.testing.assert_array_equal(answer[name], vectors(rows), name)
-        by_row = FEATURES["by_seed"][2]
-        wanted = [sum(row for row in part if row != PADDING) for part in (by_row[:3], by_row[3:])]
-        bags = tensors("bag", IDS) | {"bag.offsets": tfs.tensor(np.array([0, 3]), values=values)}
-        np.testing.assert_array_equal(predict(bags)["bag"], vectors(wanted))
-        matrix = tfs.tensor(IDS.reshape(2, 3), values=values)
-        np.testing.assert_array_equal(predict({"bag": matrix})["bag"], vectors(wanted))
-        half = predict(tensors("by_seed", IDS), signature_name="lookup_float16")["by_seed"]
-        np.testing.assert_array_equal(half, vectors(by_row).astype(np.float16))
-        for feature, keys, says in (
-            ("word", IDS, "it hashes string keys; expected"),
-            ("by_seed", UNSIGNED, "expected int64 keys, -2"),
-            ("unsigned", IDS, "expected uint64 keys, 0 to"),
-        ):
-            with pytest.raises(grpc.RpcError, match=says) as refused:
-                predict(tensors(feature, keys))
-            assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+@pytest.mark.parametrize("feature", FEATURES)
+def test_explain_hashes_too(server: ServerThread, feature: str) -> None:
+    _, keys, rows = FEATURES[feature]
+    with tierstore.Client(server.url) as client:
+        entries = client.explain("ctr", feature, keys)["keys"]
+    assert [(entry["code"], entry["found"]) for entry in entries] == [(row, True) for row in rows]
+    assert entries[1]["key"] == (keys if isinstance(keys, list) else keys.tolist())[1]
 
 
 @pytest.mark.thorough

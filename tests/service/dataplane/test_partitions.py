@@ -6,16 +6,14 @@ import io
 import json
 import socket
 from collections.abc import Iterator
-from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 
 import tierstore
 from tests.predict import onnx_models as om
+from tests.service.callers import ELSEWHERE, Caller, Refused, over_all
 from tests.service.conftest import GRPC, eventually, settings_for
-from tests.service.wires import GrpcWire, HttpWire, Wire
 from tierstore.engine.store import Store
 from tierstore.errors import WrongPartition
 from tierstore.formats.keys import as_codes, partition_of
@@ -44,7 +42,7 @@ def vectors(keys: np.ndarray) -> np.ndarray:
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerThread]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerThread]:
     """Memory for a small part of the rows, so that most are read from the files of partitions."""
     pytest.importorskip("onnxruntime", reason="the extra dense is not installed")
     root = tmp_path_factory.mktemp("partitions")
@@ -64,89 +62,37 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerThread]:
             yield server
 
 
-@pytest.fixture(params=["http", "grpc"])
-def wire(request: pytest.FixtureRequest, served: ServerThread) -> Wire:
-    if request.param == "http":
-        return HttpWire(served)
-    if served.grpc_target is None:
-        pytest.skip("the extra grpc is not installed")
-    pytest.importorskip("tritonclient.grpc", reason="tritonclient[grpc] is not installed")
-    return GrpcWire(served)
-
-
-def test_the_open_inference_protocol(wire: Wire) -> None:
-    from tritonclient.utils import InferenceServerException
+@over_all()
+def test_keys_of_other_nodes_are_refused_over_every_protocol(caller: Caller) -> None:
+    def refused(inputs: dict[str, np.ndarray], output: str) -> None:
+        with pytest.raises(Refused, match=REFUSED) as refusal:
+            caller.ask("ctr", inputs, [output])
+        assert refusal.value.kind == ELSEWHERE
 
     rng = np.random.default_rng(1)
-    for _ in range(20):
+    for _ in range(8):
         keys = rng.choice(MINE, 50)
-        answer = wire.client.infer("ctr", [wire.tensor("item_id", keys, "INT64")], outputs=[wire.wanted("item_id")])
-        np.testing.assert_array_equal(answer.as_numpy("item_id"), vectors(keys))
+        (answer,) = caller.ask("ctr", {"item_id": keys}, ["item_id"]).values()
+        np.testing.assert_array_equal(answer, vectors(keys))
+        (bag,) = caller.ask("ctr", {"clicked": keys[None]}, ["clicked"]).values()
+        np.testing.assert_allclose(bag, vectors(keys).sum(0)[None], rtol=1e-6)
+        (absent,) = caller.ask("ctr", {"item_id": ABSENT}, ["item_id"]).values()
+        assert not absent.any()
         keys[rng.integers(50)] = rng.choice(OTHERS)
-        with pytest.raises(InferenceServerException, match=REFUSED):
-            wire.client.infer("ctr", [wire.tensor("item_id", keys, "INT64")], outputs=[wire.wanted("item_id")])
-    words = np.array([word.encode() for word in MY_WORDS], object)
-    answer = wire.client.infer("ctr", [wire.tensor("word", words, "BYTES")], outputs=[wire.wanted("word")])
-    assert answer.as_numpy("word")[:, 0].tolist() == [float(word[1:]) for word in MY_WORDS]
-    other = np.array([OTHER_WORD.encode()], object)
-    with pytest.raises(InferenceServerException, match=REFUSED) as refused:
-        wire.client.infer("ctr", [wire.tensor("word", other, "BYTES")], outputs=[wire.wanted("word")])
-    assert refused.value.status() in ("421", "StatusCode.OUT_OF_RANGE")
-    # a score of rows and of bags
-    inputs = [wire.tensor(name, MINE[:4], "INT64") for name in ("item_id", "clicked")]
-    scores = wire.client.infer("ctr", inputs, outputs=[wire.wanted("score")]).as_numpy("score")
-    np.testing.assert_allclose(scores[:, 0], vectors(MINE[:4]).sum(axis=1), rtol=1e-5)
-    inputs = [wire.tensor("item_id", MINE[:4], "INT64"), wire.tensor("clicked", OTHERS[:4], "INT64")]
-    with pytest.raises(InferenceServerException, match=REFUSED):
-        wire.client.infer("ctr", inputs, outputs=[wire.wanted("score")])
+        refused({"item_id": keys}, "item_id")
+        refused({"clicked": keys[None]}, "clicked")
+    (words,) = caller.ask("ctr", {"word": np.array(MY_WORDS, object)}, ["word"]).values()
+    assert words[:, 0].tolist() == [float(word[1:]) for word in MY_WORDS]
+    refused({"word": np.array([OTHER_WORD], object)}, "word")
+    for _ in range(2):
+        (scores,) = caller.ask("ctr", {"item_id": MINE[:4], "clicked": MINE[:4]}).values()  # of rows and of bags
+        np.testing.assert_allclose(scores[:, 0], vectors(MINE[:4]).sum(axis=1), rtol=1e-5)
+        refused({"item_id": MINE[:4], "clicked": OTHERS[:4]}, "score")
 
 
-@pytest.mark.parametrize(
-    ("path", "document"),
-    [
-        ("/v2/models/ctr/infer", lambda key: _rows("item_id", [int(MINE[0]), key])),
-        ("/v2/models/ctr/infer", lambda key: _rows("clicked", [int(MINE[0]), key])),
-        ("/v2/models/ctr/infer", lambda key: _rows("clicked", [int(MINE[0]), key], shape=[1, 2])),
-        ("/v1/models/ctr:predict", lambda key: {"inputs": {"item_id": [key], "clicked": [int(MINE[0])]}}),
-        ("/v1/models/ctr:predict", lambda key: {"instances": [{"item_id": int(MINE[0]), "clicked": key}]}),
-    ],
-)
-def test_json_of_both_protocols(served: ServerThread, path: str, document: Any) -> None:
-    with httpx.Client(base_url=served.url, timeout=60) as http:
-        for _ in range(3):
-            assert http.post(path, json=document(int(MINE[7]))).status_code == 200
-            assert http.post(path, json=document(int(ABSENT[0]))).status_code == 200
-            answer = http.post(path, json=document(int(OTHERS[7])))
-            assert answer.status_code == 421, answer.text
-            assert "it has partitions 2-3" in answer.json()["error"]
-
-
-def _rows(name: str, keys: list[int], shape: list[int] | None = None) -> dict[str, Any]:
-    tensor = {"name": name, "datatype": "INT64", "shape": shape or [len(keys)], "data": keys}
-    return {"inputs": [tensor], "outputs": [{"name": name}]}
-
-
-def test_tensorflow_serving_over_grpc(served: ServerThread) -> None:
-    grpc = pytest.importorskip("grpc", reason="grpcio is not installed")
-    from tests.service.tfserving.test_grpc import PredictRequest, PredictResponse, arrays, request
-
-    assert PredictRequest is not None
-    with grpc.insecure_channel(served.grpc_target) as channel:
-        stub = channel.unary_unary(
-            "/tensorflow.serving.PredictionService/Predict",
-            lambda message: message.SerializeToString(),
-            PredictResponse.FromString,
-        )
-        answer = arrays(stub(request({"item_id": MINE[:9]}, picked=("item_id",)), timeout=30))
-        np.testing.assert_array_equal(answer["item_id"], vectors(MINE[:9]))
-        with pytest.raises(grpc.RpcError, match=REFUSED) as refused:
-            stub(request({"item_id": np.append(MINE[:9], OTHERS[0])}, picked=("item_id",)), timeout=30)
-        assert refused.value.code() is grpc.StatusCode.OUT_OF_RANGE
-
-
-def test_the_client_raises_it_as_what_it_is_and_bags_are_whole(served: ServerThread) -> None:
+def test_the_client_raises_it_as_what_it_is_and_bags_are_whole(server: ServerThread) -> None:
     offsets = np.array([0, 3, 3, 40])
-    with tierstore.Client(served.url) as client:
+    with tierstore.Client(server.url) as client:
         keys = MINE[100:200]
         bags = client.lookup_bags("ctr", "clicked", keys, offsets)
         np.testing.assert_allclose(bags[2], vectors(keys[3:40]).sum(axis=0), rtol=1e-6)
@@ -163,7 +109,7 @@ def test_the_client_raises_it_as_what_it_is_and_bags_are_whole(served: ServerThr
         assert status["tables"]["item"]["rows"] == len(MINE)
 
 
-def test_rows_of_partitions_are_read_without_python_and_other_keys_are_refused(served: ServerThread) -> None:
+def test_rows_of_partitions_are_read_without_python_and_other_keys_are_refused(server: ServerThread) -> None:
     from tests.service.reactor.test_reactor import reactor_answers
 
     rng = np.random.default_rng(2)
@@ -172,7 +118,7 @@ def test_rows_of_partitions_are_read_without_python_and_other_keys_are_refused(s
     text = json.dumps({"inputs": [tensor], "outputs": outputs}).encode()
     lines = ["POST /v2/models/ctr/infer HTTP/1.1", "Host: localhost", f"Content-Length: {len(text) + 512}"]
     head = "\r\n".join([*lines, f"Inference-Header-Content-Length: {len(text)}"]).encode() + b"\r\n\r\n" + text
-    with socket.create_connection(("127.0.0.1", served.port), timeout=60) as made:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as made:
 
         def ask(keys: np.ndarray) -> None:
             made.sendall(head + keys.astype(np.int64).tobytes())
@@ -188,24 +134,24 @@ def test_rows_of_partitions_are_read_without_python_and_other_keys_are_refused(s
                 assert b"it has partitions 2-3" in body
 
         def by_reactor() -> bool:
-            before = reactor_answers(served)
+            before = reactor_answers(server)
             ask(rng.choice(MINE, 64))
-            return reactor_answers(served) > before
+            return reactor_answers(server) > before
 
         eventually(by_reactor, "the plan is known")
 
         def from_disk() -> int:
-            tables = served.service.store.status()["models"]["ctr"]["tables"]
+            tables = server.service.store.status()["models"]["ctr"]["tables"]
             return int(tables["item"]["lookup_keys"]["disk"])
 
-        disk, before, cold = from_disk(), reactor_answers(served), 0
+        disk, before, cold = from_disk(), reactor_answers(server), 0
         for i in range(120):
             keys = rng.choice(np.append(MINE, ABSENT), 64)
             if i % 4 == 3:
                 keys[rng.integers(64)] = rng.choice(OTHERS)
             cold += i % 4 != 3
             ask(keys)
-        assert reactor_answers(served) == before + cold, "all of its own keys, and none of others', without Python"
+        assert reactor_answers(server) == before + cold, "all of its own keys, and none of others', without Python"
         eventually(lambda: from_disk() > disk + 1000, "most rows came from the files")
 
 
@@ -220,15 +166,15 @@ def _answer(made: socket.socket) -> tuple[int, bytes]:
     return int(data.split()[1]), body
 
 
-def test_a_delta_that_is_visible_and_one_that_is_folded(served: ServerThread) -> None:
+def test_a_delta_that_is_visible_and_one_that_is_folded(server: ServerThread) -> None:
     """Rows of deltas, and of keys that deltas may have changed, in a table of partitions."""
-    store = served.service.store
+    store = server.service.store
     model = store.model("ctr")
     changed = np.concatenate([MINE[:40], OTHERS[:40]])
     buffer = io.BytesIO()
     with tierstore.DeltaWriter(buffer, model="ctr", seq=1, event_time=0) as writer:
         writer.upsert("item", changed[1:], vectors(changed[1:]))  # as they are, so that other tests see no change
-    with tierstore.Client(served.url) as client:
+    with tierstore.Client(server.url) as client:
         with model.view():
             client.apply_delta(buffer.getvalue())
             np.testing.assert_array_equal(client.lookup("ctr", "item_id", MINE[:80]), vectors(MINE[:80]))

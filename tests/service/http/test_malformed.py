@@ -9,12 +9,13 @@ from pathlib import Path
 
 import httpx
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.counts import few_or_many
 from tests.service.conftest import eventually, settings_for
 from tests.service.fake_store import FakeStore
-from tests.service.oip.test_malformed import HEADER_LENGTH, INFER, fuzz, given_input, infer, refused
+from tests.service.oip.test_malformed import HEADER_LENGTH, INFER, given_input, infer, refused
 from tierstore.service.server import ServerThread
 from tierstore.wire.http1.frame import MOST_HEAD_BYTES as HEAD_BYTES
 
@@ -207,7 +208,7 @@ def test_a_request_that_stops_in_the_middle_keeps_no_connection(tmp_path: Path, 
         eventually(lambda: server.service.connection_limit.open == 0, "the connection is gone")  # type: ignore[union-attr]
 
 
-@fuzz
+@settings(max_examples=few_or_many(40, 150), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     body=st.binary(max_size=200),
     coding=st.sampled_from(["", "gzip", "deflate", "identity", "x"]),

@@ -1,4 +1,4 @@
-"""Requests whose JSON or tensors are wrong are told what with a 4xx, and the server goes on: by hand, and by Hypothesis."""
+"""Requests whose JSON or tensors are wrong are told what with a 4xx, and the server goes on: by hand (`tools/fuzz.py` tries what nobody thought of)."""
 
 from __future__ import annotations
 
@@ -10,10 +10,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
-from tests.counts import few_or_many
 from tests.service.fake_store import ITEMS, USERS
 from tests.service.scenes import rows
 from tierstore.errors import InvalidInput
@@ -65,12 +62,10 @@ def refused(response: httpx.Response, status: int, *words: str) -> None:
         ({"inputs": [given_input(), given_input()]}, ["item_id", "twice"]),
         ({"inputs": [given_input(name="x")]}, ["unknown input 'x'", "item_id"]),
         ({"inputs": [given_input(name="x" * 100_000)]}, ["unknown input"]),
-        ({"inputs": [given_input(name="item_id.size")]}, ["unknown input"]),
         ({"inputs": [given_input(datatype="INT63")]}, ["unknown datatype", "INT64"]),
         ({"inputs": [given_input(datatype=None)]}, ["unknown datatype"]),
         ({"inputs": [given_input(datatype="INT32")]}, ["int64 keys", "INT32"]),
         ({"inputs": [given_input(datatype="BYTES", data=["1", "2"])]}, ["int64 keys", "BYTES"]),
-        ({"inputs": [given_input(name="user")]}, ["string keys", "INT64"]),
         ({"inputs": [given_input(shape=None)]}, ["shape"]),
         ({"inputs": [given_input(shape=[])]}, ["shape"]),
         ({"inputs": [given_input(shape=[-2])]}, ["0 to"]),
@@ -82,7 +77,6 @@ def refused(response: httpx.Response, status: int, *words: str) -> None:
         ({"inputs": [given_input(shape=[(1 << 31) - 1] * 8)]}, ["does not match"]),
         ({"inputs": [given_input(shape=[1 << 70])]}, ["0 to"]),
         ({"inputs": [given_input(shape=[1] * 9)]}, ["shape"]),
-        ({"inputs": [given_input(shape=[1, 1, 2])]}, ["[n] or [batch, k]"]),
         ({"inputs": [given_input(shape=[1, 2], data=[[1], [2]])]}, ["does not match"]),
         ({"inputs": [given_input(shape=[2, 2], data=[[1, 2], [3]])]}, ["unevenly", "offsets"]),
         ({"inputs": [given_input(shape=[2, 2], data=[[1, 2], 3])]}, ["unevenly"]),
@@ -105,26 +99,13 @@ def refused(response: httpx.Response, status: int, *words: str) -> None:
         ({"inputs": [given_input(parameters=3)]}, ["parameters"]),
         ({"inputs": [given_input()], "outputs": {}}, ["outputs"]),
         ({"inputs": [given_input()], "outputs": [{}]}, ["needs a name"]),
-        ({"inputs": [given_input()], "outputs": [{"name": "x"}]}, ["unknown output 'x'"]),
-        ({"inputs": [given_input()], "outputs": [{"name": "clicked"}]}, ["needs an input 'clicked'"]),
         ({"inputs": [given_input()], "outputs": [{"name": "item_id"}] * 2}, ["twice"]),
         ({"inputs": [given_input()], "outputs": [{"name": "item_id.offsets"}]}, ["unknown output"]),
-        (
-            {"inputs": [given_input()], "outputs": [{"name": "item_id", "parameters": {"dtype": "FP64"}}]},
-            ["FP64", "FP16"],
-        ),
         ({"inputs": [given_input()], "outputs": [{"name": "item_id", "parameters": {"dtype": 16}}]}, ["FP16"]),
-        (
-            {"inputs": [given_input()], "outputs": [{"name": "item_id.found", "parameters": {"dtype": "FP16"}}]},
-            ["BOOL"],
-        ),
         (
             {"inputs": [given_input()], "outputs": [{"name": "item_id", "parameters": {"binary_data": 1}}]},
             ["binary_data"],
         ),
-        ({"inputs": [given_input(name="clicked.offsets", data=[0, 1])]}, ["needs the keys"]),
-        ({"inputs": [given_input(), given_input(name="item_id.offsets", data=[0, 1])]}, ["no combiner"]),
-        ({"inputs": [given_input(), given_input(name="item_id.weights", datatype="FP32")]}, ["no combiner"]),
     ],
 )
 def test_the_error_of_a_malformed_request_says_what_is_wrong(
@@ -133,47 +114,13 @@ def test_the_error_of_a_malformed_request_says_what_is_wrong(
     refused(infer(http, document), 400, *words)
 
 
-@pytest.mark.parametrize(
-    ("offsets", "words"),
-    [
-        ([1, 2], ["0 first"]),
-        ([0, 3], ["2 keys"]),
-        ([0, -1], ["never descending"]),
-        ([0, 2, 1], ["never descending"]),
-        ([0, 1 << 62], ["2 keys"]),
-        ([], ["no bag"]),
-    ],
-)
-def test_offsets_that_do_not_fit(http: httpx.Client, offsets: list[int], words: list[str]) -> None:
-    inputs = [given_input(name="clicked"), given_input(name="clicked.offsets", shape=[len(offsets)], data=offsets)]
-    refused(infer(http, {"inputs": inputs}), 400, "clicked.offsets", *words)
-
-
-@pytest.mark.parametrize(
-    ("keys", "part", "words"),
-    [
-        ({"shape": [1, 2]}, {"name": "clicked.offsets", "shape": [1], "data": [0]}, ["flat"]),
-        ({}, {"name": "clicked.offsets", "shape": [1, 1], "data": [0]}, ["[bags]"]),
-        ({}, {"name": "clicked.offsets", "shape": [1], "data": [0], "datatype": "INT32"}, ["INT64"]),
-        ({}, {"name": "clicked.weights", "shape": [1], "data": [0], "datatype": "FP32"}, ["one a key"]),
-        (
-            {"shape": [1, 2]},
-            {"name": "clicked.weights", "shape": [2], "data": [0, 1], "datatype": "FP32"},
-            ["one a key"],
-        ),
-        ({}, {"name": "clicked.weights", "shape": [2], "data": [0, 1], "datatype": "FP64"}, ["FP32"]),
-        (
-            {},
-            {"name": "clicked.weights", "shape": [2], "data": [0, 1e300], "datatype": "FP32"},
-            ["element 1", "1e+300", "FP32"],
-        ),
-    ],
-)
-def test_parts_of_a_bag_that_do_not_fit(
-    http: httpx.Client, keys: dict[str, Any], part: dict[str, Any], words: list[str]
-) -> None:
-    inputs = [given_input(name="clicked", **keys), given_input(**{"datatype": "INT64", **part})]
-    refused(infer(http, {"inputs": inputs}), 400, part["name"] if "flat" not in words else "clicked", *words)
+def test_datatypes_of_the_parts_of_a_bag(http: httpx.Client) -> None:
+    for part, words in (
+        ({"name": "clicked.offsets", "shape": [1], "data": [0], "datatype": "INT32"}, ["INT64"]),
+        ({"name": "clicked.weights", "shape": [2], "data": [0, 1], "datatype": "FP64"}, ["FP32"]),
+        ({"name": "clicked.weights", "shape": [2], "data": [0, 1e300], "datatype": "FP32"}, ["element 1", "1e+300"]),
+    ):
+        refused(infer(http, {"inputs": [given_input(name="clicked"), part]}), 400, part["name"], *words)
 
 
 def binary_input(size: Any, name: str = "item_id", datatype: str = "INT64", shape: Any = (2,)) -> dict[str, Any]:
@@ -302,56 +249,6 @@ def test_repository_requests_check_their_body(http: httpx.Client) -> None:
     refused(http.post("/v2/repository/index", content=b"[" + b"0," * (1 << 19) + b"0]"), 413)
 
 
-json_values = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(1 << 66), 1 << 66)
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
-    max_leaves=12,
-)
-names = st.sampled_from(
-    ["item_id", "clicked", "user", "big", "clicked.offsets", "clicked.weights", "item_id.found", "user.found", "x"]
-)
-sizes = st.sampled_from([0, 1, 2, 3, -1, 1 << 31, 1 << 63, 2.0, None])
-tensors = st.fixed_dictionaries(
-    {},
-    optional={
-        "name": names | json_values,
-        "datatype": st.sampled_from(["INT64", "UINT64", "BYTES", "FP32", "FP16", "BOOL", "INT32"]) | json_values,
-        "shape": st.lists(sizes, max_size=3) | json_values,
-        "data": st.lists(st.integers(-3, 3) | st.text(max_size=3) | st.lists(st.integers(0, 3), max_size=3), max_size=4)
-        | json_values,
-        "parameters": st.dictionaries(
-            st.sampled_from(["binary_data_size", "binary_data", "dtype", "classification"]),
-            sizes | json_values,
-            max_size=2,
-        ),
-    },
-)
-documents = st.fixed_dictionaries(
-    {},
-    optional={
-        "id": st.text(max_size=4) | json_values,
-        "inputs": st.lists(tensors, max_size=4) | json_values,
-        "outputs": st.lists(tensors, max_size=3) | json_values,
-        "parameters": st.dictionaries(st.sampled_from(["binary_data_output", "x"]), json_values, max_size=2)
-        | json_values,
-    },
-)
-fuzz = settings(max_examples=few_or_many(40, 150), suppress_health_check=[HealthCheck.function_scoped_fixture])
-
-
-@fuzz
-@given(document=documents | json_values, tail=st.binary(max_size=48), length=st.none() | st.integers(-2, 400))
-def test_no_request_makes_the_server_fail(http: httpx.Client, document: Any, tail: bytes, length: int | None) -> None:
-    head = json.dumps(document).encode()
-    headers = {} if length is None and not tail else {HEADER_LENGTH: str(len(head) if length is None else length)}
-    answer = http.post(INFER, content=head + tail, headers=headers)
-    assert answer.status_code in (200, 400, 404, 413), (answer.status_code, answer.text)
-
-
 @pytest.mark.parametrize(
     ("datatype", "data", "words"),
     [
@@ -391,38 +288,3 @@ def test_the_largest_numbers_of_a_datatype_are_taken(datatype: str, number: floa
     text = json.dumps({"inputs": [{"name": "hour", "datatype": datatype, "shape": [1], "data": [number]}]})
     (source,) = parse_request(memoryview(text.encode()), None).sources
     assert np.isfinite(source.elements).all()  # type: ignore[union-attr]
-
-
-@fuzz
-@given(
-    feature=st.sampled_from(["item_id", "clicked"]),
-    keys=st.lists(st.integers(-(1 << 63), (1 << 63) - 1), max_size=12),
-    offsets=st.none() | st.lists(st.integers(-2, 14), max_size=5),
-    weights=st.none() | st.lists(st.floats(width=32, allow_nan=True), max_size=12),
-    width=st.integers(0, 4),
-)
-def test_binary_tensors_of_any_content(
-    http: httpx.Client,
-    feature: str,
-    keys: list[int],
-    offsets: list[int] | None,
-    weights: list[float] | None,
-    width: int,
-) -> None:
-    shape = [len(keys)] if width == 0 else [len(keys) // width, width]
-    parts = [(feature, "INT64", shape, struct.pack(f"<{len(keys)}q", *keys))]
-    if offsets is not None:
-        parts.append((f"{feature}.offsets", "INT64", [len(offsets)], struct.pack(f"<{len(offsets)}q", *offsets)))
-    if weights is not None:
-        parts.append((f"{feature}.weights", "FP32", [len(weights)], struct.pack(f"<{len(weights)}f", *weights)))
-    inputs = [
-        {"name": n, "datatype": d, "shape": s, "parameters": {"binary_data_size": len(b)}} for n, d, s, b in parts
-    ]
-    head = json.dumps({"inputs": inputs}).encode()
-    answer = http.post(
-        INFER, content=head + b"".join(part[3] for part in parts), headers={HEADER_LENGTH: str(len(head))}
-    )
-    assert answer.status_code in (200, 400), (answer.status_code, answer.text)
-    if answer.status_code == 200:
-        (output,) = answer.json()["outputs"]
-        assert len(output["data"]) == np.prod(output["shape"])

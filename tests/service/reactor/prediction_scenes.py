@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ import tierstore
 from tests.engine.quick_build import in_process
 from tests.predict import onnx_models as om
 from tests.service import http2_client as h2
+from tests.service.callers import PREDICT, PredictResponse, predict_request
 from tests.service.conftest import eventually, settings_for
 from tests.service.reactor.test_calls import request
 from tests.service.reactor.test_traffic import Answer, Served, in_json, message
@@ -281,6 +283,95 @@ class OverGrpc(OverHttp):
     def knows_lost(served: Served) -> bool:
         jobs = served.server.service.reactors.cold_readers.jobs
         return bool((jobs["lost"] * jobs["announced"]).any())
+
+
+def listed(array: Any) -> list[Any]:
+    """A tensor as JSON has it."""
+    if isinstance(array, list):
+        return [text.decode("utf-8", "surrogateescape") for text in array]
+    made: list[Any] = array.tolist()
+    return made
+
+
+def in_tfs_json(document: Any, *headers: str, path: str = "/v1/models/ctr:predict") -> bytes:
+    text = (
+        document
+        if isinstance(document, bytes)
+        else json.dumps(document, ensure_ascii=False).encode("utf-8", "surrogateescape")
+    )
+    lines = [f"POST {path} HTTP/1.1", "Host: localhost", *headers, f"Content-Length: {len(text)}"]
+    return "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n" + text
+
+
+def as_arrays(inputs: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Lists of strings as arrays."""
+    return {name: np.array(array, object) if isinstance(array, list) else array for name, array in inputs.items()}
+
+
+class RestAnswer(HttpAnswer):
+    def __init__(self, made: Any) -> None:
+        self.whole = Answer(made)
+        self.code, self.text = self.whole.status, self.whole.document.get("error", "")
+        found = re.search(rb"(?i)x-request-id: (\S+)", self.whole.head)
+        self.request_id = None if found is None else found[1].decode()
+        self.said = self.code, self.whole.body
+
+    @property
+    def scores(self) -> list[float]:
+        assert self.code == 200, self.text
+        document = self.whole.document
+        found = document.get("outputs", document.get("predictions"))
+        scores: list[float] = (
+            np.array(found["score"] if isinstance(found, dict) else found, np.float32).reshape(-1).tolist()
+        )
+        return scores
+
+
+class OverRest(OverHttp):
+    """TensorFlow Serving's REST, in columns."""
+
+    kind = "tfs_http"
+
+    def send(self, asked: Drawn, *headers: tuple[str, str]) -> None:
+        document: dict[str, Any] = {"inputs": {name: listed(array) for name, array in asked.inputs.items()}}
+        if asked.outputs:
+            document["output_filter"] = asked.outputs
+        lines = [f"{name}: {value}" for name, value in headers]
+        self._socket.sendall(in_tfs_json(document, *lines, path=f"/v1/models/{asked.model}:predict"))
+
+    def answer(self) -> HttpAnswer:
+        return RestAnswer(self._socket)
+
+
+class PredictAnswer(GrpcAnswer):
+    def __init__(self, fields: dict[str, str], body: bytes) -> None:
+        super().__init__(fields, b"")
+        self.response = PredictResponse.FromString(body[5:])
+        self.said = self.code, self.text, self.request_id, body  # type: ignore[assignment]
+
+    @property
+    def scores(self) -> list[float]:
+        assert self.code == "OK", self.text
+        scores: list[float] = np.frombuffer(self.response.outputs["score"].tensor_content, np.float32).tolist()
+        return scores
+
+
+class OverPredict(OverGrpc):
+    """TensorFlow Serving's gRPC, its tensors in one of two forms in turn."""
+
+    kind = "tfs_grpc"
+
+    def send(self, asked: Drawn | bytes, *headers: tuple[str, str]) -> None:
+        self.stream += 2
+        if not isinstance(asked, bytes):
+            content = self.stream & 2 != 0
+            asked = predict_request(
+                as_arrays(asked.inputs), asked.outputs, asked.model, content=content
+            ).SerializeToString()
+        self.client.send(h2.call(self.stream, PREDICT, asked, *headers))
+
+    def answer(self) -> Any:
+        return PredictAnswer(*self.client.answer(self.stream))
 
 
 def over_grpc(asked: Drawn) -> Any:

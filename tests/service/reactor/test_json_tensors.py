@@ -14,7 +14,6 @@ import tierstore
 from tests.service.conftest import eventually, settings_for
 from tests.service.reactor.test_traffic import (
     DIM,
-    OIP,
     ROWS,
     Answer,
     Served,
@@ -24,7 +23,6 @@ from tests.service.reactor.test_traffic import (
     row_of,
     served,
     teach,
-    write,
 )
 from tierstore.engine.store import Store
 from tierstore.service.server import ServerThread
@@ -71,41 +69,6 @@ def test_keys_in_json_have_the_plan_of_binary_ones(served: Served) -> None:
         assert answer.body == ask(served, made, message(inputs, outputs)).body
 
 
-def test_bags_offsets_weights_and_strings_in_json(served: Served) -> None:
-    random = np.random.default_rng(2)
-    inputs = {
-        "clicked": random.integers(0, ROWS, 40),
-        "clicked.offsets": np.array([0, 0, 7, 39]),
-        "clicked.weights": random.normal(size=40).astype(np.float32),
-        "word": [b"w1", b"w7", b"nothing", b""],
-        "item_id": random.integers(0, ROWS, (3, 5)),
-    }
-    outputs = ["clicked", "word", "word.found", "item_id", "item_id.found", "clicked.found"]
-    teach(served, in_json(inputs, outputs))
-    with served.connect() as made:
-        for change in (
-            {},
-            {"item_id": random.integers(0, ROWS, (0, 5))},
-            {"word": ["grün".encode()]},
-        ):
-            sent = in_json(inputs | change, outputs)
-            assert ask(served, made, sent).body == of_python(served, sent, made).body
-
-
-def test_what_does_not_fit_is_refused_as_python_refuses_it(served: Served) -> None:
-    sent = in_json({"item_id": np.array([11, 12])}, ["item_id"])
-    teach(served, sent)
-    for data in ("[11]", "[11, 12, 13]", "[11, 12.0]", "[11, 1e1]", "[11, null]", "[11, true]", '[11, "12"]', "[[11, 12]]", "[[11], [12]]",
-                 "[11, 9223372036854775808]", "[11, -9223372036854775809]", "[11, 012]", "[11, 12", "11", "{}"):  # fmt: skip
-        body = sent.partition(b"\r\n\r\n")[2].replace(b"[11, 12]", data.encode())
-        with served.connect() as made:
-            made.sendall(
-                b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s" % (OIP.encode(), len(body), body)
-            )
-            answer = Answer(made)
-        assert (answer.status, list(answer.document)) == (400, ["error"]), data
-
-
 def test_a_connection_ends_behind_an_answer_in_json(served: Served) -> None:
     teach(served, in_json({"item_id": np.arange(3)}, ["item_id"]))
     for n in (3, 20_000):
@@ -114,33 +77,6 @@ def test_a_connection_ends_behind_an_answer_in_json(served: Served) -> None:
             assert b"\r\nconnection: close" in answer.head
             assert answer.outputs["item_id"].shape == (n, DIM)
             assert made.recv(1) == b""
-
-
-@pytest.fixture
-def cold(tmp_path: Path) -> Iterator[Served]:
-    """A service whose memory has few of its rows."""
-    with Store(settings_for(tmp_path, host_budget="64KiB")) as store:
-        store.load_snapshot(write(tmp_path, 1, plain=True))
-        with ServerThread(store) as server:
-            yield Served(store, server)
-
-
-def test_rows_that_memory_lacks_go_into_json_too(cold: Served) -> None:
-    random = np.random.default_rng(3)
-    outputs = ["item_id", "item_id.found"]
-    teach(cold, in_json({"item_id": np.arange(3)}, outputs))
-    before = cold.by_reactors
-    with cold.connect() as made:
-        for n in (5, 60, 700, 9000):
-            keys = random.integers(0, ROWS + 100, n)
-            for binary in (False, True):
-                made.sendall(in_json({"item_id": keys}, outputs, binary=binary, id="c"))
-                answer = Answer(made)
-                np.testing.assert_array_equal(answer.outputs["item_id"], row_of(keys))
-                np.testing.assert_array_equal(answer.outputs["item_id.found"], keys < ROWS)
-                assert answer.document["id"] == "c"
-    assert cold.by_reactors - before >= 6
-    eventually(lambda: cold.server.service.inflight.used_bytes == 0, "nothing is held")
 
 
 FEATURES = 1000

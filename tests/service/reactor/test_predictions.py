@@ -22,6 +22,8 @@ from tests.service.reactor.prediction_scenes import (
     OverGrpc,
     OverHttp,
     OverJson,
+    OverPredict,
+    OverRest,
     Wire,
     add_large,
     ask,
@@ -49,6 +51,7 @@ from tierstore.service.server import ServerThread
 
 COUNT = int(os.environ.get("PREDICTIONS", 1500))
 WIRES = [OverHttp, OverGrpc, OverJson]
+EVERY = [*WIRES, OverRest, OverPredict]
 
 
 @pytest.fixture(params=WIRES)
@@ -66,6 +69,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, Ser
 # --- the same answers
 
 
+@pytest.mark.parametrize("wire", EVERY)
 def test_reactors_and_python_predict_alike(both: tuple[Served, Served], wire: Wire) -> None:
     predict_alike(both, COUNT, wire)
     idle(both[0])
@@ -74,7 +78,7 @@ def test_reactors_and_python_predict_alike(both: tuple[Served, Served], wire: Wi
 def predict_alike(both: tuple[Served, Served], count: int, wire: Wire = OverHttp) -> None:
     """Both services answer drawn requests with the same bytes, the first one most of them by reactors."""
     here, other = both
-    rng = np.random.default_rng(int(os.environ.get("PREDICTIONS_SEED", 7 + WIRES.index(wire))))
+    rng = np.random.default_rng(int(os.environ.get("PREDICTIONS_SEED", 7 + EVERY.index(wire))))
     here.server.service.plans._may_learn = 1e9
     before, python = here.by_reactors, other.by_reactors
     right = 0
@@ -92,6 +96,7 @@ def predict_alike(both: tuple[Served, Served], count: int, wire: Wire = OverHttp
     assert here.by_reactors - before > count // 3
 
 
+@pytest.mark.parametrize("wire", EVERY)
 def test_a_prediction_is_counted_as_pythons_are(both: tuple[Served, Served], wire: Wire) -> None:
     compare_counts(both, wire)
 
@@ -229,6 +234,7 @@ def test_what_waited_longer_than_max_queue_s_is_refused(tmp_path: Path, wire: Wi
     assert (answer.code, "max_queue_s is 0.1" in answer.text) == (wire.overloaded, True)
 
 
+@pytest.mark.parametrize("wire", EVERY)
 def test_a_full_queue_refuses_what_comes(tmp_path: Path, wire: Wire) -> None:
     with ExitStack() as stack:
         served = stack.enter_context(serving(tmp_path, linear(), lookup_queue=2))
@@ -243,7 +249,7 @@ def test_a_full_queue_refuses_what_comes(tmp_path: Path, wire: Wire) -> None:
             assert (refused.code, refused.text, refused.request_id) == (
                 wire.overloaded,
                 WAITS_TOO_LONG,
-                "late" if wire is OverGrpc else None,
+                "late" if issubclass(wire, OverGrpc) else None,
             )
             assert askers[2].ask(one(5)).code == wire.overloaded
             assert served.by_reactors == before + 2  # no thread of Python was asked

@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -331,39 +330,6 @@ def test_what_a_reactor_answers_is_counted_like_any(learned: tuple[socket.socket
         assert [now - then for now, then in zip(counted(), before, strict=True)] == [10, 10, 40, 10]
 
 
-def test_a_delta_is_seen_by_the_next_request(
-    learned: tuple[socket.socket, bytes, ServerThread], at_once: list[bool], tmp_path: Path
-) -> None:
-    made, message, server = learned
-    store = server.service.store
-    dim = store.model("ctr").tables["item"].dim
-    with made:
-        for seq in range(1, 60):
-            last = store.model("ctr").publisher.served.active.seq
-            path = tmp_path / f"{seq}.arrow"
-            with tierstore.DeltaWriter(path, model="ctr", seq=last + 1, event_time=datetime.now(UTC)) as writer:
-                writer.upsert("item", np.zeros(1, np.int64), np.full((1, dim), seq, np.float32))
-            store.apply_delta(path)
-            made.sendall(message)
-            body = answer(made)[1]
-            assert np.frombuffer(body[-4 * dim * 4 - 4 : -4], np.float32).tolist() == [float(seq)] * (4 * dim)
-    assert at_once == []
-
-
-def test_a_switch_is_seen_by_the_next_request(
-    learned: tuple[socket.socket, bytes, ServerThread], tmp_path: Path
-) -> None:
-    made, message, server = learned
-    store = server.service.store
-    with made:
-        store.load_snapshot(write_small(tmp_path, "ctr", "item", 2))
-        for version in (2, 1, 2, 1):
-            store.activate("ctr", version)
-            for _ in range(3):
-                made.sendall(message)
-                assert b'"model_version":"%d"' % version in answer(made)[1]
-
-
 @pytest.mark.thorough
 def test_a_version_that_was_left_is_closed_though_reactors_go_on(
     learned: tuple[socket.socket, bytes, ServerThread], tmp_path: Path
@@ -475,49 +441,6 @@ def ask(made: socket.socket, server: ServerThread, keys: list[int], **more: Any)
     return np.frombuffer(data, np.float32, 4 * len(keys)).reshape(-1, 4), np.frombuffer(
         data, np.bool_, offset=16 * len(keys)
     )
-
-
-def test_cold_rows_are_read_without_python(
-    learned: tuple[socket.socket, bytes, ServerThread], at_once: list[bool]
-) -> None:
-    made, _, server = learned
-    keys = [3, 99, 3, 1 << 40]
-    with made:
-        rows, found = ask(made, server, keys)
-        assert found.tolist() == [True, True, True, False]
-        expected = server.service.store.model("ctr").lookup("item_id", keys)
-        assert np.array_equal(rows, expected)
-        store = server.service.store
-        counted = store.status()["models"]["ctr"]["tables"]["item"]["lookup_keys"]
-
-        def warm() -> bool:
-            ask(made, server, keys)
-            after = store.status()["models"]["ctr"]["tables"]["item"]["lookup_keys"]
-            return bool(after["host"] > counted["host"])
-
-        eventually(warm, "what was read is in the cache")
-    assert at_once == []
-
-
-def test_cold_rows_that_deltas_changed_come_from_where_they_are(
-    learned: tuple[socket.socket, bytes, ServerThread], tmp_path: Path
-) -> None:
-    made, _, server = learned
-    store = server.service.store
-    model = store.model("ctr")
-    seq = model.publisher.served.active.seq
-    path = tmp_path / "one.arrow"
-    with tierstore.DeltaWriter(path, model="ctr", seq=seq + 1, event_time=datetime.now(UTC)) as writer:
-        writer.upsert("item", np.array([30, 31], np.int64), np.full((2, 4), 5, np.float32))
-        writer.delete("item", np.array([32], np.int64))
-    store.apply_delta(path)
-    with made:
-        for _ in range(2):  # laid over the table, then in RocksDB
-            rows, found = ask(made, server, [30, 31, 32, 33])
-            assert found.tolist() == [True, True, False, True]
-            assert rows[:2].tolist() == [[5.0] * 4] * 2
-            assert np.array_equal(rows, model.lookup("item_id", [30, 31, 32, 33]))
-            eventually(lambda: not model.publisher.served.active.overlays, "it is folded")
 
 
 def test_what_readers_have_offered_to_the_cache_can_be_waited_for(

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import re
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,213 +15,30 @@ import pytest
 import tierstore
 from tests.engine.quick_build import in_process
 from tests.predict import onnx_models as om
-from tests.service import http2_client as h2
+from tests.service.callers import predict_request
 from tests.service.conftest import eventually, settings_for
-from tests.service.reactor import test_predictions as over_each_wire
 from tests.service.reactor.prediction_scenes import (
     Drawn,
-    GrpcAnswer,
-    HttpAnswer,
-    OverGrpc,
-    OverHttp,
-    Wire,
+    OverPredict,
+    OverRest,
+    as_arrays,
     ask,
-    drawn,
     idle,
-    linear,
+    in_tfs_json,
+    listed,
     one,
-    predicted,
     seen,
     serving,
-    thread_held,
-    waiting,
     warm,
 )
-from tests.service.reactor.test_traffic import DIM, ROWS, Served, row_of, write
+from tests.service.reactor.test_traffic import DIM, ROWS, Answer, Served, row_of, write
 from tierstore.engine.store import Store
-from tierstore.service.dataplane.datatypes import DATATYPES
-from tierstore.service.rpc.protobuf import message_class
-from tierstore.service.rpc.tensor_proto import TensorProto
 from tierstore.service.server import ServerThread
 
-PREDICT = "/tensorflow.serving.PredictionService/Predict"
 COUNT = int(os.environ.get("PREDICTIONS", 1200))
-PredictRequest, PredictResponse = (
-    message_class(f"tensorflow.serving.Predict{kind}") for kind in ("Request", "Response")
-)
-both = over_each_wire.both
-
-
-def listed(array: Any) -> list[Any]:
-    """A tensor as JSON has it."""
-    if isinstance(array, list):
-        return [text.decode("utf-8", "surrogateescape") for text in array]
-    made: list[Any] = array.tolist()
-    return made
-
-
-def http(document: Any, *headers: str, path: str = "/v1/models/ctr:predict") -> bytes:
-    text = (
-        document
-        if isinstance(document, bytes)
-        else json.dumps(document, ensure_ascii=False).encode("utf-8", "surrogateescape")
-    )
-    lines = [f"POST {path} HTTP/1.1", "Host: localhost", *headers, f"Content-Length: {len(text)}"]
-    return "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n" + text
-
-
-def tensor_proto(array: Any, *, content: bool) -> Any:
-    """A tensor as clients make it: `tensor_content`, or values one by one."""
-    if isinstance(array, list):
-        made = TensorProto(dtype=7, tensor_shape={"dim": [{"size": len(array)}]})
-        made.string_val.extend(array)
-        return made
-    name = {"i": "INT", "u": "UINT", "f": "FP"}[array.dtype.kind] + str(8 * array.dtype.itemsize)
-    made = TensorProto(dtype=DATATYPES[name].tf_number, tensor_shape={"dim": [{"size": size} for size in array.shape]})
-    if content:
-        made.tensor_content = array.tobytes()
-    else:
-        getattr(made, DATATYPES[name].tf_field).extend(array.reshape(-1).tolist())
-    return made
-
-
-def predict_message(
-    inputs: dict[str, Any], outputs: list[str], model: str = "ctr", *, content: bool = True, **spec: Any
-) -> Any:
-    made = PredictRequest(model_spec={"name": model, **spec}, output_filter=outputs)
-    for name, array in inputs.items():
-        made.inputs[name].CopyFrom(tensor_proto(array, content=content))
-    return made
-
-
-class Answer:
-    """The next answer of a connection."""
-
-    def __init__(self, made: socket.socket) -> None:
-        data = b""
-        while b"\r\n\r\n" not in data:
-            more = made.recv(1 << 16)
-            assert more, data
-            data += more
-        self.head, _, self.body = data.partition(b"\r\n\r\n")
-        self.status = int(self.head.split()[1])
-        length = int(re.search(rb"(?i)content-length: (\d+)", self.head)[1])  # type: ignore[index]
-        while len(self.body) < length:
-            self.body += made.recv(1 << 20)
-        self.document = json.loads(self.body)
-
-
-class RestAnswer(HttpAnswer):
-    def __init__(self, made: socket.socket) -> None:
-        self.whole: Any = Answer(made)
-        self.code, self.text = self.whole.status, self.whole.document.get("error", "")
-        found = re.search(rb"(?i)x-request-id: (\S+)", self.whole.head)
-        self.request_id = None if found is None else found[1].decode()
-        self.said = self.code, self.whole.body
-
-    @property
-    def scores(self) -> list[float]:
-        assert self.code == 200, self.text
-        document = self.whole.document
-        found = document.get("outputs", document.get("predictions"))
-        scores: list[float] = (
-            np.array(found["score"] if isinstance(found, dict) else found, np.float32).reshape(-1).tolist()
-        )
-        return scores
-
-
-class OverRest(OverHttp):
-    """TensorFlow Serving's REST, in columns."""
-
-    kind = "tfs_http"
-
-    def send(self, asked: Drawn, *headers: tuple[str, str]) -> None:
-        document: dict[str, Any] = {"inputs": {name: listed(array) for name, array in asked.inputs.items()}}
-        if asked.outputs:
-            document["output_filter"] = asked.outputs
-        lines = [f"{name}: {value}" for name, value in headers]
-        self._socket.sendall(http(document, *lines, path=f"/v1/models/{asked.model}:predict"))
-
-    def answer(self) -> HttpAnswer:
-        return RestAnswer(self._socket)
-
-
-class PredictAnswer(GrpcAnswer):
-    def __init__(self, fields: dict[str, str], body: bytes) -> None:
-        super().__init__(fields, b"")
-        self.response = PredictResponse.FromString(body[5:])
-        self.said = self.code, self.text, self.request_id, body  # type: ignore[assignment]
-
-    @property
-    def scores(self) -> list[float]:
-        assert self.code == "OK", self.text
-        scores: list[float] = np.frombuffer(self.response.outputs["score"].tensor_content, np.float32).tolist()
-        return scores
-
-
-class OverPredict(OverGrpc):
-    """TensorFlow Serving's gRPC, its tensors in one of two forms in turn."""
-
-    kind = "tfs_grpc"
-
-    def send(self, asked: Drawn | bytes, *headers: tuple[str, str]) -> None:
-        self.stream += 2
-        if not isinstance(asked, bytes):
-            content = self.stream & 2 != 0
-            asked = predict_message(asked.inputs, asked.outputs, asked.model, content=content).SerializeToString()
-        self.client.send(h2.call(self.stream, PREDICT, asked, *headers))
-
-    def answer(self) -> Any:
-        return PredictAnswer(*self.client.answer(self.stream))
-
-
-@pytest.fixture(params=[OverRest, OverPredict])
-def wire(request: pytest.FixtureRequest) -> Wire:
-    made: Wire = request.param
-    return made
 
 
 # --- predictions
-
-
-def test_reactors_and_python_predict_alike(both: tuple[Served, Served], wire: Wire) -> None:
-    here, other = both
-    rng = np.random.default_rng(17)
-    here.server.service.plans._may_learn = 1e9
-    before, python, right = here.by_reactors, other.by_reactors, 0
-    with wire(here) as mine, wire(other) as theirs:
-        for number in range(COUNT):
-            asked = drawn(rng)
-            headers = [("x-request-id", f"r{number}")] if number % 3 == 0 else []
-            mine.send(asked, *headers)
-            theirs.send(asked, *headers)
-            got, wanted = mine.answer(), theirs.answer()
-            assert got.said == wanted.said, asked
-            right += got.code == wire.ok
-    assert right > COUNT // 2
-    assert other.by_reactors == python
-    assert here.by_reactors - before > COUNT // 3
-    idle(here)
-
-
-def test_a_prediction_is_counted_as_pythons_are(both: tuple[Served, Served], wire: Wire) -> None:
-    over_each_wire.compare_counts(both, wire)
-
-
-def test_a_prediction_that_would_wait_too_long_is_refused_by_the_reactor(tmp_path: Path, wire: Wire) -> None:
-    with serving(tmp_path, linear(), lookup_queue=1) as served:
-        warm(served, wire, one(3))
-        runs = predicted(served)
-        with wire(served) as waits, wire(served) as asker:
-            with thread_held(served):
-                waits.send(one(2))
-                waiting(served, 1)
-                before = served.by_reactors
-                refused = asker.ask(one(2))
-                assert refused.code == wire.overloaded
-                assert served.by_reactors > before
-            assert waits.answer().code == wire.ok
-        assert predicted(served) == runs + 1
 
 
 def not_a_number() -> bytes:
@@ -340,7 +155,7 @@ def test_reactors_and_python_answer_json_alike(two: tuple[Served, Served]) -> No
     with here.connect() as mine, other.connect() as theirs:
         for _ in range(2 * COUNT):
             text, path = asked_of(rng)
-            sent = http(text, path=path)
+            sent = in_tfs_json(text, path=path)
             mine.sendall(sent)
             theirs.sendall(sent)
             got, wanted = Answer(mine), Answer(theirs)
@@ -356,7 +171,7 @@ def test_reactors_and_python_answer_json_alike(two: tuple[Served, Served]) -> No
 def test_a_request_of_no_version_as_openvino_names_it_is_learned(two: tuple[Served, Served]) -> None:
     """The client of OpenVINO's server says version 0 where it means none."""
     here, _ = two
-    sent = http({"instances": [{"item_id": 1}]}, path="/v1/models/ctr/versions/0:predict")
+    sent = in_tfs_json({"instances": [{"item_id": 1}]}, path="/v1/models/ctr/versions/0:predict")
 
     def answered_by_a_reactor() -> bool:
         before = here.by_reactors
@@ -390,7 +205,7 @@ def test_reactors_and_python_answer_messages_alike(two: tuple[Served, Served]) -
             outputs = rng.choice([[], [], ["clicked.found", "clicked"], ["item_id"]])
             specs = [{}, {"version": {"value": 1}}, {"version_label": "stable"}, {"signature_name": "lookup_float16"}]
             spec = rng.choices(specs, [6, 1, 1, 1])[0]
-            made = predict_message(inputs, outputs, content=rng.random() < 0.5, **spec)
+            made = predict_request(as_arrays(inputs), outputs, content=rng.random() < 0.5, **spec)
             message = made.SerializeToString(deterministic=rng.random() < 0.5)
             mine.send(message)
             theirs.send(message)
@@ -409,7 +224,7 @@ def test_any_number_of_keys_takes_one_plan(two: tuple[Served, Served]) -> None:
     with here.connect() as mine, other.connect() as theirs:
         for n in (3, 3, 1, 2, 64, 1000, 9000):  # of the last readers write the JSON
             keys = [number % ROWS for number in range(7, 7 + 3 * n, 3)]
-            sent = http({"instances": [{"item_id": each, "clicked": [each, 1]} for each in keys]})
+            sent = in_tfs_json({"instances": [{"item_id": each, "clicked": [each, 1]} for each in keys]})
             before = here.by_reactors
             mine.sendall(sent)
             theirs.sendall(sent)
@@ -420,28 +235,6 @@ def test_any_number_of_keys_takes_one_plan(two: tuple[Served, Served]) -> None:
             rows = np.array([row["item_id"] for row in got.document["predictions"]], np.float32)
             np.testing.assert_array_equal(rows, row_of(np.array(keys)))
     assert len(set(plans)) == 1
-
-
-def test_rows_that_memory_lacks_go_into_answers_too(tmp_path: Path) -> None:
-    with in_process(), Store(settings_for(tmp_path, host_budget="64KiB")) as store:
-        store.load_snapshot(write(tmp_path, 1, plain=True))
-        with ServerThread(store) as server:
-            served = Served(store, server)
-            with served.connect() as made, OverPredict(served) as calls:
-                rng, before = np.random.default_rng(3), served.by_reactors
-                for n in (3, 3, 60, 700, 3500):  # more would not fit the window of the client
-                    keys = rng.integers(0, ROWS + 100, n)
-                    made.sendall(http({"inputs": {"item_id": keys.tolist()}}))
-                    np.testing.assert_array_equal(np.array(Answer(made).document["outputs"], np.float32), row_of(keys))
-                    for content in (True, False):
-                        calls.send(predict_message({"item_id": keys}, [], content=content).SerializeToString())
-                        found = calls.answer().response.outputs["item_id"]
-                        assert [dim.size for dim in found.tensor_shape.dim] == [n, DIM]
-                        np.testing.assert_array_equal(
-                            np.frombuffer(found.tensor_content, np.float32).reshape(n, DIM), row_of(keys)
-                        )
-                assert served.by_reactors - before >= 12
-            idle(served)
 
 
 def test_the_order_of_inputs_takes_no_further_plan(two: tuple[Served, Served]) -> None:
@@ -456,10 +249,10 @@ def test_the_order_of_inputs_takes_no_further_plan(two: tuple[Served, Served]) -
             ["clicked", "word", "item_id"],
         ):
             shuffled = {name: inputs[name] for name in names}
-            calls.send(predict_message(shuffled, ["item_id"]).SerializeToString())
+            calls.send(predict_request(as_arrays(shuffled), ["item_id"]).SerializeToString())
             assert calls.answer().code == "OK"
             made.sendall(
-                http(
+                in_tfs_json(
                     {"inputs": {name: listed(array) for name, array in shuffled.items()}, "output_filter": ["item_id"]}
                 )
             )

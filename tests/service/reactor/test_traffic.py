@@ -152,7 +152,7 @@ class Answer:
         found = re.search(rb"(?i)inference-header-content-length: (\d+)", self.head)
         at = int(found[1]) if found else len(body)
         self.document = json.loads(body[:at])
-        for output in self.document.get("outputs", []):
+        for output in self.document.get("outputs", []) if "model_name" in self.document else ():
             size = output.get("parameters", {}).get("binary_data_size", 0)
             dtype = {"FP32": np.float32, "BOOL": np.bool_, "INT64": np.int64, "FP16": np.float16}[output["datatype"]]
             if "data" in output:

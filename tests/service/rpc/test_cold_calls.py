@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -74,50 +73,6 @@ def tensors(answer: Any) -> list[np.ndarray]:
         np.frombuffer(raw, types[output.datatype]).reshape(list(output.shape))
         for output, raw in zip(answer.outputs, answer.raw_output_contents, strict=True)
     ]
-
-
-def test_rows_bags_and_hashed_keys_from_disk(served: tuple[Store, ServerThread], infer: Any) -> None:
-    rng, reactors = np.random.default_rng(1), served[1].service.reactors
-    for feature in ("item_id", "hashed"):
-        infer(message_of(np.arange(3), feature))
-    infer(message_of(np.arange(3), "bag", np.array([0, 1])))
-    before, handed_on = reactors.answers, dict(reactors.handed_on)
-    for number, size in enumerate((1, 2, 64, 700, 1500)):
-        keys = rng.integers(0, ROWS + 100, size)
-        answer = infer(message_of(keys, id=f"n{number}"))
-        assert (answer.id, answer.model_name, answer.model_version) == (f"n{number}", "ctr", "1")
-        rows, found = tensors(answer)
-        np.testing.assert_array_equal(rows, rows_of(keys))
-        assert found.tolist() == (keys < ROWS).tolist()
-        far = keys + ROWS * rng.integers(-5, 6, size)
-        np.testing.assert_array_equal(tensors(infer(message_of(far, "hashed")))[0], rows_of(far % ROWS))
-        starts = np.array([0, size // 2])
-        (sums,) = tensors(infer(message_of(keys, "bag", starts)))
-        expected = np.stack([part.sum(0) for part in np.split(rows_of(keys).astype(np.float64), starts[1:])])
-        np.testing.assert_allclose(sums, expected, rtol=1e-5)
-    assert reactors.answers - before == 15
-    assert reactors.handed_on == handed_on
-    assert served[0].status()["models"]["ctr"]["tables"]["item"]["lookup_keys"]["disk"] > 1000
-
-
-def test_rows_that_deltas_changed_are_read_as_unchanged_ones_are(
-    served: tuple[Store, ServerThread], infer: Any, tmp_path: Path
-) -> None:
-    store, server = served
-    changed, path = np.arange(500, 600), tmp_path / "one.arrow"
-    with tierstore.DeltaWriter(path, model="ctr", seq=1, event_time=datetime.now(UTC)) as writer:
-        writer.upsert("item", changed, rows_of(changed, 0.5))
-    store.apply_delta(path)
-    eventually(lambda: not store.model("ctr").publisher.served.active.overlays, "it is folded")
-    infer(message_of(np.arange(3)))
-    rng = np.random.default_rng(2)
-    for _ in range(20):  # keys that are in memory afterwards do not ask the disk
-        keys = rng.integers(0, ROWS, 60)
-        keys[:3] = rng.choice(changed, 3)
-        expected = rows_of(keys)
-        expected[(keys >= 500) & (keys < 600)] += 0.5
-        np.testing.assert_array_equal(tensors(infer(message_of(keys)))[0], expected)
-    assert server.service.reactors.handed_on["rows_on_disk"] == 0
 
 
 @pytest.mark.parametrize("window", [0, h2.MOST_WINDOW])

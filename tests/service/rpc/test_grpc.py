@@ -1,8 +1,7 @@
-"""The gRPC front beside plain look-ups (`dataplane/test_answers.py`): documents, streams, statuses, bounds, deadlines, malformed messages."""
+"""The gRPC front beside what tritonclient does everywhere (`dataplane/test_answers.py`, `oip/test_tritonclient.py`): streams, statuses, bounds, deadlines, malformed messages."""
 
 from __future__ import annotations
 
-import asyncio
 import queue
 import threading
 import time
@@ -17,17 +16,13 @@ pytest.importorskip("grpc_reflection", reason="grpcio is not installed")
 pytest.importorskip("tritonclient.grpc", reason="tritonclient[grpc] is not installed")
 import grpc
 import tritonclient.grpc as triton
-import tritonclient.grpc.aio as triton_aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from tritonclient.grpc import service_pb2, service_pb2_grpc
-from tritonclient.utils import InferenceServerException
 
 from tests.service.conftest import eventually, settings_for
-from tests.service.fake_store import USERS, VERSION, FakeStore
-from tests.service.scenes import KEYS, items, rows, write_small
-from tests.service.wires import GrpcWire
-from tierstore.engine.store import Store
+from tests.service.fake_store import VERSION, FakeStore
+from tests.service.scenes import KEYS, items
 from tierstore.errors import ConfigError
 from tierstore.service import server as serving
 from tierstore.service.rpc import calls
@@ -35,7 +30,6 @@ from tierstore.service.server import ServerThread, grpc_port_by_default
 
 Code = grpc.StatusCode
 SOON_S = 0.3  # of a call that does not wait for long
-tensor, wanted = GrpcWire.tensor, GrpcWire.wanted
 
 
 @pytest.fixture
@@ -56,7 +50,7 @@ def stub(channel: grpc.Channel) -> Any:
 
 
 def keys_tensor(keys: np.ndarray = KEYS) -> Any:
-    return tensor("item_id", keys, "INT64")
+    return triton.InferInput("item_id", list(keys.shape), "INT64").set_data_from_numpy(keys)
 
 
 def request(model: str = "ctr", **fields: Any) -> Any:
@@ -76,36 +70,6 @@ def refusal(call: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, s
 # --- tritonclient
 
 
-def test_asynchronous_requests_of_one_client(client: triton.InferenceServerClient) -> None:
-    answers: queue.Queue[Any] = queue.Queue()
-    for i in range(3):
-        client.async_infer(
-            "ctr", [keys_tensor(KEYS + i)], lambda result, error: answers.put((result, error)), request_id=str(i)
-        )
-    for _ in range(3):
-        result, error = answers.get(timeout=60)
-        assert error is None
-        np.testing.assert_array_equal(result.as_numpy("item_id"), items(KEYS + int(result.get_response().id)))
-
-
-def test_the_aio_client(server: ServerThread) -> None:
-    async def ask() -> None:
-        async with triton_aio.InferenceServerClient(server.grpc_target) as client:
-            assert await client.is_server_live()
-            assert await client.is_server_ready()
-            assert await client.is_model_ready("ctr")
-            answers = await asyncio.gather(
-                *(client.infer("ctr", [keys_tensor()], compression_algorithm=how) for how in (None, "gzip", "deflate")),
-                client.infer("ctr", [keys_tensor()], str(VERSION)),
-            )
-            for answer in answers:
-                np.testing.assert_array_equal(answer.as_numpy("item_id"), items(KEYS))
-            with pytest.raises(InferenceServerException, match="unknown input 'nothing'"):
-                await client.infer("ctr", [tensor("nothing", KEYS, "INT64")])
-
-    asyncio.run(ask())
-
-
 def test_a_stream_answers_in_order_and_outlives_an_error(client: triton.InferenceServerClient) -> None:
     answers: queue.Queue[Any] = queue.Queue()
     client.start_stream(lambda result, error: answers.put((result, error)))
@@ -123,144 +87,7 @@ def test_a_stream_answers_in_order_and_outlives_an_error(client: triton.Inferenc
     client.stop_stream()
 
 
-def test_metadata_and_configuration(client: triton.InferenceServerClient) -> None:
-    server = client.get_server_metadata()
-    assert server.name == "tierstore"
-    assert {"model_repository", "statistics"} <= set(server.extensions)
-    model = client.get_model_metadata("ctr", str(VERSION))
-    assert list(model.versions) == [str(VERSION)]
-    assert ("user", "BYTES", [-1]) in [(each.name, each.datatype, list(each.shape)) for each in model.inputs]
-    assert ("item_id", "FP32", [-1, 4]) in [(each.name, each.datatype, list(each.shape)) for each in model.outputs]
-    config = client.get_model_config("ctr").config
-    assert (config.name, config.backend, config.max_batch_size) == ("ctr", "tierstore", 0)
-    assert list(config.version_policy.specific.versions) == [VERSION]
-    (user,) = [each for each in config.input if each.name == "user"]
-    assert (user.data_type, list(user.dims), user.optional) == (13, [-1], True)
-
-
-def test_statistics_count_what_was_answered(client: triton.InferenceServerClient) -> None:
-    def counts() -> Any:
-        (model,) = client.get_inference_statistics("one").model_stats
-        assert model.inference_count == model.inference_stats.success.count
-        return model.inference_stats
-
-    before = counts()
-    client.infer("one", [keys_tensor()])
-    with pytest.raises(InferenceServerException):
-        client.infer("one", [tensor("item_id", KEYS.astype(np.float32), "FP32")])
-    after = counts()
-    assert after.success.count - before.success.count == 1
-    assert after.queue.count - before.queue.count == 1
-    assert after.queue.ns >= before.queue.ns  # what a reactor answers never waits
-    assert after.compute_infer.ns > before.compute_infer.ns
-    assert after.fail.count - before.fail.count == 1
-    assert {model.name for model in client.get_inference_statistics().model_stats} == {"ctr", "one", "names"}
-
-
-def test_the_repository(own: tuple[Store, ServerThread, httpx.Client], tmp_path: Any) -> None:
-    store, server, _ = own
-    store.load_snapshot(write_small(tmp_path, "one", "item"))
-    with triton.InferenceServerClient(server.grpc_target) as client:
-        (entry,) = client.get_model_repository_index().models
-        assert (entry.name, entry.version, entry.state) == ("one", str(VERSION), "READY")
-        client.unload_model("one")
-        assert not client.is_model_ready("one")
-        with pytest.raises(InferenceServerException) as caught:
-            client.infer("one", [keys_tensor()])
-        assert caught.value.status() == "StatusCode.UNAVAILABLE"
-        client.load_model("one")
-        present = KEYS[:3]
-        np.testing.assert_array_equal(client.infer("one", [keys_tensor(present)]).as_numpy("item_id"), items(present))
-        with pytest.raises(InferenceServerException, match="cannot be overridden"):
-            client.load_model("one", config="{}")
-
-
-def test_shared_memory_is_refused_clearly_and_unregistered_gladly(client: triton.InferenceServerClient) -> None:
-    client.unregister_system_shared_memory()
-    client.unregister_cuda_shared_memory()
-    assert not client.get_cuda_shared_memory_status().regions
-    given = triton.InferInput("item_id", [8], "INT64")
-    given.set_shared_memory("region", 64)
-    for call in (
-        client.get_system_shared_memory_status,
-        lambda: client.register_system_shared_memory("region", "/region", 64),
-        lambda: client.infer("ctr", [given]),
-    ):
-        with pytest.raises(InferenceServerException, match="shared memory is not enabled"):
-            call()
-    with pytest.raises(InferenceServerException, match="CUDA shared memory is not served"):
-        client.register_cuda_shared_memory("region", b"aGFuZGxl", 0, 64)
-    with pytest.raises(InferenceServerException, match="no CUDA shared memory region"):
-        client.get_cuda_shared_memory_status("region")
-
-
-def test_what_is_not_served_says_so(client: triton.InferenceServerClient) -> None:
-    for call in (client.get_trace_settings, client.get_log_settings, lambda: client.update_log_settings({})):
-        with pytest.raises(InferenceServerException, match="extension is not served") as caught:
-            call()
-        assert caught.value.status() == "StatusCode.UNIMPLEMENTED"
-    with pytest.raises(InferenceServerException, match="classification extension is not served"):
-        client.infer("ctr", [keys_tensor()], outputs=[triton.InferRequestedOutput("item_id", class_count=2)])
-
-
-@pytest.mark.parametrize(
-    ("model", "version", "code"),
-    [
-        ("nobody", "", Code.NOT_FOUND),
-        ("ctr", "7", Code.NOT_FOUND),
-        ("a/../b", "", Code.NOT_FOUND),
-        ("", "", Code.NOT_FOUND),
-    ],
-)
-def test_what_is_not_there_is_not_found(stub: Any, model: str, version: str, code: Any) -> None:
-    assert refusal(stub.ModelInfer, request(model, model_version=version))[0] == code
-    wanted = service_pb2.ModelMetadataRequest(name=model, version=version)
-    assert refusal(stub.ModelMetadata, wanted)[0] == code
-
-
-@pytest.mark.parametrize(("model", "version"), [("nobody", ""), ("ctr", "7"), ("a/../b", "")])
-def test_what_is_not_there_is_not_ready(stub: Any, model: str, version: str) -> None:
-    """Clients ask until a model is ready, and end at an error."""
-    assert not stub.ModelReady(service_pb2.ModelReadyRequest(name=model, version=version)).ready
-
-
 # --- messages
-
-TYPED = [
-    ("item_id", "INT64", "int64_contents", [5, 0, -1]),
-    ("big", "UINT64", "uint64_contents", [5, 1 << 63, (1 << 64) - 1]),
-    ("user", "BYTES", "bytes_contents", [b"u3", b"", "λ".encode()]),
-]
-
-
-@pytest.mark.parametrize(("name", "datatype", "place", "values"), TYPED)
-def test_elements_may_come_typed(stub: Any, name: str, datatype: str, place: str, values: list[Any]) -> None:
-    given = service_pb2.ModelInferRequest.InferInputTensor(name=name, datatype=datatype, shape=[3])
-    getattr(given.contents, place).extend(values)
-    answer = stub.ModelInfer(service_pb2.ModelInferRequest(model_name="ctr", inputs=[given]))
-    got = np.frombuffer(answer.raw_output_contents[0], np.float32).reshape(3, -1)
-    expected = {
-        "item_id": lambda: items(np.array(values, np.int64)),
-        "big": lambda: rows("big", [5.0, 9.0, 0.0]),
-        "user": lambda: rows("user", [USERS[value.decode()] for value in values]),
-    }[name]()
-    np.testing.assert_array_equal(got, expected)
-
-
-def test_weights_and_offsets_may_come_typed(stub: Any) -> None:
-    tensor_of = service_pb2.ModelInferRequest.InferInputTensor
-    keys = tensor_of(name="clicked", datatype="INT64", shape=[3])
-    keys.contents.int64_contents.extend([1, 2, 3])
-    offsets = tensor_of(name="clicked.offsets", datatype="INT64", shape=[2])
-    offsets.contents.int64_contents.extend([0, 2])
-    weights = tensor_of(name="clicked.weights", datatype="FP32", shape=[3])
-    weights.contents.fp32_contents.extend([1.0, 3.0, 2.0])
-    answer = stub.ModelInfer(service_pb2.ModelInferRequest(model_name="ctr", inputs=[keys, offsets, weights]))
-    assert list(answer.outputs[0].shape) == [2, 4]
-    expected = rows("item", [(1 * 1 + 2 * 3) / 4, 3.0])
-    np.testing.assert_allclose(
-        np.frombuffer(answer.raw_output_contents[0], np.float32).reshape(2, 4), expected, rtol=1e-6
-    )
 
 
 def with_contents() -> Any:

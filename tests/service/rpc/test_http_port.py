@@ -19,7 +19,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc  # noqa: E402
 from tests.service.conftest import eventually, settings_for  # noqa: E402
 from tests.service.fake_store import FakeStore  # noqa: E402
 from tests.service.rpc.test_direct import keys_request  # noqa: E402
-from tests.service.scenes import KEYS, items  # noqa: E402
+from tests.service.scenes import KEYS  # noqa: E402
 from tierstore.service.server import ServerThread  # noqa: E402
 
 INFER = "/inference.GRPCInferenceService/ModelInfer"
@@ -42,16 +42,6 @@ def keys_tensor(keys: np.ndarray = KEYS) -> Any:
     made = triton.InferInput("item_id", list(keys.shape), "INT64")
     made.set_data_from_numpy(keys)
     return made
-
-
-@pytest.mark.parametrize("compression", [None, "gzip", "deflate"])
-def test_look_ups_of_every_size(client: triton.InferenceServerClient, compression: str | None) -> None:
-    rng = np.random.default_rng(3)
-    for size in (1, 8, 8, 8, 700, 9000):
-        keys = rng.choice(KEYS, size)
-        answer = client.infer("ctr", [keys_tensor(keys)], request_id=f"n{size}", compression_algorithm=compression)
-        assert answer.get_response().id == f"n{size}"
-        np.testing.assert_array_equal(answer.as_numpy("item_id"), items(keys))
 
 
 def test_documents_errors_and_request_ids(client: triton.InferenceServerClient, target: str) -> None:
@@ -118,23 +108,3 @@ def test_a_deadline_ends_a_call_and_its_work(tmp_path: Any) -> None:
         eventually(lambda: not server.service.lookup_pool.under_way(), "the end of all work")
         shed = server.service.shed
         assert shed.of("gone") + shed.of("deadline") == 1
-
-
-def test_a_look_up_is_answered_by_the_reactor_once_its_structure_has_come(
-    client: triton.InferenceServerClient, server: ServerThread
-) -> None:
-    reactors = server.service.reactors
-
-    def is_direct() -> bool:
-        before = reactors.answers
-        answer = client.infer("ctr", [keys_tensor()], request_id="again")
-        assert answer.get_response().id == "again"
-        np.testing.assert_array_equal(answer.as_numpy("item_id"), items(KEYS))
-        return reactors.answers == before + 1
-
-    eventually(is_direct, "the reactors have a plan")
-    before = reactors.answers
-    for size in (1, 8, 700):  # one plan for all sizes
-        keys = np.resize(KEYS, size)
-        np.testing.assert_array_equal(client.infer("ctr", [keys_tensor(keys)]).as_numpy("item_id"), items(keys))
-    assert reactors.answers == before + 3

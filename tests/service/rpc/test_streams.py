@@ -105,24 +105,6 @@ def test_a_look_up_is_answered_and_holds_nothing_then(service: Service) -> None:
     assert service.inflight.used_bytes == 0
 
 
-def test_what_waits_is_answered_by_a_thread(store: FakeStore, service: Service) -> None:
-    gate, stream = store.model("ctr").gate, SomeStream(INFER, [GRPC])
-    gate.clear()
-
-    async def run() -> None:
-        calls = calls_of(service)
-        calls.request(stream, prefixed(keys_message()))
-        assert not stream.sent
-        assert calls.busy
-        gate.set()
-        await until(lambda: stream.sent)
-        assert not calls.busy
-
-    asyncio.run(run())
-    np.testing.assert_array_equal(rows_of(stream.sent[1]), items(KEYS))
-    assert service.inflight.used_bytes == 0
-
-
 @pytest.mark.parametrize(
     ("path", "body", "code"),
     [
@@ -150,14 +132,6 @@ def test_a_message_that_the_reactor_has_dropped_is_too_large(service: Service) -
     assert status(answered_over(service, stream, b""))[0] == "RESOURCE_EXHAUSTED"
 
 
-def test_other_methods_are_answered(service: Service) -> None:
-    assert message_class("inference.ServerLiveResponse").FromString(answered(service, LIVE, prefixed(b""))[1][5:]).live
-    described = answered(service, METADATA, prefixed(b"\n\3ctr"))[1][5:]
-    assert message_class("inference.ModelMetadataResponse").FromString(described).name == "ctr"
-    checked = answered(service, CHECK, prefixed(b""))[1][5:]
-    assert message_class("grpc.health.v1.HealthCheckResponse").FromString(checked).status == 1
-
-
 @pytest.mark.parametrize(
     ("value", "timeout_ms", "code"), [(b"1m", 1, "DEADLINE_EXCEEDED"), (b"soon", NO_TIMEOUT, "INVALID_ARGUMENT")]
 )
@@ -168,16 +142,6 @@ def test_a_deadline_that_has_passed_and_one_without_a_meaning(
     stream.arrived_ns, stream.timeout_ms = 1, timeout_ms
     assert status(answered_over(service, stream, prefixed(keys_message())))[0] == code
     assert not service.inference_stats.predicts()
-
-
-@pytest.mark.parametrize("coding", [b"gzip", b"deflate"])
-def test_a_message_may_come_compressed(service: Service, coding: bytes) -> None:
-    import zlib
-
-    plain = keys_message()
-    packed = gzip.compress(plain) if coding == b"gzip" else zlib.compress(plain)
-    sent = answered(service, INFER, b"\1" + len(packed).to_bytes(4, "big") + packed, (b"grpc-encoding", coding))
-    np.testing.assert_array_equal(rows_of(sent[1]), items(KEYS))
 
 
 def test_what_unfolds_is_bounded_and_reserved_before(service: Service) -> None:
