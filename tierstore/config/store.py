@@ -62,8 +62,8 @@ class StoreSettings(BaseModel):
     string_keys_size: SizeOrZero = Field(
         ByteSize(8 << 30),
         ge=0,
-        description="most bytes on disk of the strings of a version's string keys, as they are loaded; where they would "
-        "take more, the version keeps their hashes alone, and cannot be exported; 0: no version keeps them",
+        description="most bytes on disk of the strings of a version's string keys, as they are loaded; where they "
+        "would take more, the version keeps their hashes alone, and cannot be exported; 0: no version keeps them",
     )
     partition: PartitionsText | None = Field(
         None,

@@ -123,7 +123,7 @@ def format_log_entry(seq: int, digest: str) -> str:
 
 
 def strings_file(table: str, task: int, number: int) -> str:
-    """The name of a file with strings of a table's keys: of one of a load's tasks, which makes several if they are many."""
+    """The name of a file with strings of a table's keys; one of a load's tasks makes several if they are many."""
     return f"{check_name('table', table)}-{task:04d}-{number:04d}.strings"
 
 

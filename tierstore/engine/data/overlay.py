@@ -26,8 +26,8 @@ from tierstore.types import Keys, Partitions, Rows, TableSpec
 class OverlayTable:
     """One table in an overlay: distinct `keys` ascending, their `rows` as stored, and which are deletions.
 
-    `times`: when they were written, if the table has a ttl. `strings`: large_string [n], the keys themselves, if the version
-    keeps them. What look-ups need is made by `prepare`, or else by the
+    `times`: when they were written, if the table has a ttl. `strings`: large_string [n], the keys themselves, if the
+    version keeps them. What look-ups need is made by `prepare`, or else by the
     first of them: an overlay that is merged into the next one, or folded at once, does without.
     """
 

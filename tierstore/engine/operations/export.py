@@ -197,10 +197,10 @@ def _made(directory: Path) -> Iterator[None]:
 
 
 def _check_keys(model: str, view: View) -> None:
-    for name, spec in view.open_version.specs.items():
+    for name in view.open_version.specs:
         if (why := why_missing(view.open_version.info, name)) is not None:
             raise InvalidInput(
-                f"version {view.version} of model {model!r} cannot be exported: table {name!r} has string keys, and {why}"
+                f"version {view.version} of {model!r} cannot be exported: table {name!r} has string keys, and {why}"
             )
 
 
@@ -224,11 +224,10 @@ class _Warm:
 
     def note(self, codes: Keys, keys: Any) -> None:
         """Note keys of rows, if they are strings."""
-        if (
-            len(self._wanted)
-            and isinstance(keys, pa.Array)
-            and len(there := np.flatnonzero(np.isin(codes, self._wanted)))
-        ):
+        if not len(self._wanted) or not isinstance(keys, pa.Array):
+            return
+        there = np.flatnonzero(np.isin(codes, self._wanted))
+        if len(there):
             self._found.append((codes[there], keys.take(pa.array(there))))
 
     def keys(self, spec: TableSpec) -> list[Any]:

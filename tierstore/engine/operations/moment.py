@@ -40,8 +40,8 @@ _LEAST_ROWS, _MOST_ROWS = 2048, 65536  # of a batch
 class ServedMoment:
     """A version at one seq. `tables` has each table's rows of that moment by ascending code, each to be read once.
 
-    With each batch are the times of its rows, if the table has some. `strings`: all kept strings of a table's keys of that
-    moment, where they were asked for; each to be read once.
+    With each batch are the times of its rows, if the table has some. `strings`: all kept strings of a table's keys of
+    that moment, where they were asked for; each to be read once.
     """
 
     version: Version

@@ -1,8 +1,8 @@
-"""The strings of a version's string keys, where it keeps them: for export, `hot`, `explain` and `verify`; look-ups never read them.
+"""The strings of a version's string keys, where it keeps them: for export, `hot`, `explain` and `verify`, not for look-ups.
 
-Those of the snapshot are in files of their own (`tiers/disk/strings_file.py`), those of folded deltas in RocksDB, in one step
-with their rows, and those of other deltas in the overlays. The newest one of a code counts. Whether a key exists its row
-says: strings of keys that were deleted or have expired stay until the next load.
+Those of the snapshot are in files of their own (`tiers/disk/strings_file.py`), those of folded deltas in RocksDB, in
+one step with their rows, and those of other deltas in the overlays. The newest one of a code counts. Whether a key
+exists its row says: strings of keys that were deleted or have expired may stay until the next load.
 
 Any thread; it only reads.
 """
@@ -31,9 +31,11 @@ from tierstore.types import Keys, KeyType, Rows
 _LOAD_AGAIN = "load its snapshot again to export it"
 _WHY = {
     None: f"an earlier release has loaded it, and kept only their hashes; {_LOAD_AGAIN}",
-    MissingStrings.OFF: f"it was loaded with string_keys_size=0, and keeps only their hashes; set that, and {_LOAD_AGAIN}",
-    MissingStrings.SIZE: f"they would take more than string_keys_size allowed as it was loaded; raise that, and {_LOAD_AGAIN}",
-    MissingStrings.BUILT: "it was loaded from a built version, which has only their hashes; load the snapshot itself to export it",
+    MissingStrings.OFF: f"it was loaded with string_keys_size=0, which keeps only hashes; set that, and {_LOAD_AGAIN}",
+    MissingStrings.SIZE: "they would have taken more than string_keys_size allowed as it was loaded, so that it keeps "
+    f"only their hashes; raise that, and {_LOAD_AGAIN}",
+    MissingStrings.BUILT: "it was loaded from a built version, which has only their hashes; load the snapshot itself "
+    "to export it",
 }
 _EMPTY = int(hash_arrow(pa.array([""], pa.large_string()))[0])
 
@@ -49,7 +51,7 @@ def why_missing(info: VersionInfo, table: str) -> str | None:
 def standing_strings(
     info: VersionInfo, disk: DiskTier, table: str, changed: OverlayTable | None, stack: contextlib.ExitStack
 ) -> Strings:
-    """All strings of a table by ascending code, as of now, with those of overlays in `changed`; `stack` closes the files.
+    """All strings of a table by ascending code, as of now, and those of overlays in `changed`; `stack` closes files.
 
     Corruption, which names the file; StorageError.
     """
@@ -101,8 +103,8 @@ def with_strings(
             row = int(np.argmax(wrong))
             raise Corruption(
                 f"table {table!r}: {np.count_nonzero(wrong)} rows of a batch have no string that is their key's, such as "
-                f"that of hash {int(keys[row]) % 2**64:016x}: an earlier release has applied deltas to the version, or a "
-                "disk lost them; load its snapshot again to export it"
+                f"that of hash {int(keys[row]) % 2**64:016x}: an earlier release has applied deltas to the version; "
+                f"{_LOAD_AGAIN}"
             )
         if left.any():
             keys, stored, of_keys = keys[~left], stored[~left], of_keys.filter(pa.array(~left))

@@ -173,6 +173,7 @@ class OpenStrings:
         strings, blocks, at, checksum, end = _TRAILER.unpack(self._read(size - _TRAILER.size, _TRAILER.size))
         index = self._read(at, size - _TRAILER.size - at) if at <= size else b""
         right = end == _END and strings == expected.strings and len(index) == blocks * _INDEX.itemsize
+        right = right and int(np.frombuffer(index, _INDEX)["strings"].sum()) == strings
         if not right or f"{checksum:016x}" != expected.xxh3 or xxhash.xxh3_64_intdigest(index) != checksum:
             raise Corruption(f"{self._path}: its index does not match its checksum {expected.xxh3}; {_LOST}")
         return np.frombuffer(index, _INDEX)

@@ -57,7 +57,7 @@ class LocalRows:
         return True
 
     def fold(self, info: VersionInfo, overlay: Overlay) -> None:
-        """One atomic step of the disk tier: rows, the strings of their keys, watermark, and which dense part is valid."""
+        """One atomic step of the disk tier: rows, strings of their keys, watermark, and which dense part is valid."""
         disk, where, ids = self.disk, info.where, {name: int(table["id"]) for name, table in info.tables.items()}
         if overlay.heads:
             finish_dense(where, disk)  # a failed fold may have had another name
