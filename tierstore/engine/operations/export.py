@@ -215,7 +215,7 @@ def _keyed(
 
 
 class _Warm:
-    """A table's warm-up keys, which the version has as codes. Of string keys those that have a row get their strings."""
+    """A table's warm-up keys, which the version has as codes. Strings of those that have a row are found."""
 
     def __init__(self, codes: Sequence[Keys]) -> None:
         self._codes = codes

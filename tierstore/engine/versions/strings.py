@@ -1,4 +1,4 @@
-"""The strings of a version's string keys, where it keeps them: for export, `hot`, `explain` and `verify`, not for look-ups.
+"""The strings of a version's string keys, where it keeps them: for export, `hot`, `explain`, `verify`, and no look-up.
 
 Those of the snapshot are in files of their own (`tiers/disk/strings_file.py`), those of folded deltas in RocksDB, in
 one step with their rows, and those of other deltas in the overlays. The newest one of a code counts. Whether a key
@@ -74,8 +74,8 @@ def with_strings(
 ) -> Iterator[tuple[Keys, pa.Array, Rows, Times | None]]:
     """Rows by ascending code with the strings of their keys: codes, large_string [n], rows, times.
 
-    A row that a key has left under its hash, as it moved to a code of its own, is passed over. Corruption for a row whose
-    string is not there, or has another hash.
+    A row that a key has left under its hash, as it moved to a code of its own, is passed over. Corruption for a row
+    whose string is not there, or has another hash.
     """
     listed = sorted(colliding.entries(), key=itemgetter(1))
     listed_codes = np.array([code for _, code in listed], np.int64)
@@ -102,8 +102,8 @@ def with_strings(
         if (wrong := ~left & (~found | (codes != keys))).any():
             row = int(np.argmax(wrong))
             raise Corruption(
-                f"table {table!r}: {np.count_nonzero(wrong)} rows of a batch have no string that is their key's, such as "
-                f"that of hash {int(keys[row]) % 2**64:016x}: an earlier release has applied deltas to the version; "
+                f"table {table!r}: {np.count_nonzero(wrong)} rows of a batch have no string that is their key's, such "
+                f"as that of hash {int(keys[row]) % 2**64:016x}: an earlier release has applied deltas to the version; "
                 f"{_LOAD_AGAIN}"
             )
         if left.any():
