@@ -274,7 +274,7 @@ class BulkLoad:
             self._progress.begin_phase("strings", sum(table.rows for table in tables))
             found = self._helpers.run(tasks, self._progress.add)
             self._progress.end_phase()
-        made = [(task.table, StringsFile(*of)) for task, of in zip(tasks, found, strict=True) for of in of.files]
+        made = [(task.table, StringsFile(*file)) for task, of in zip(tasks, found, strict=True) for file in of.files]
         if any(of.too_many for of in found) or sum(file.bytes for _, file in made) > most_bytes:
             remove_tree(folder)
             return _with_strings(build, {table.name: KeptStrings(missing=MissingStrings.SIZE) for table in tables})
