@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import rocksdict
 import xxhash
@@ -130,3 +131,24 @@ def test_what_would_not_sort_is_refused_and_leaves_no_file(tmp_path: Path, table
 def test_a_directory_that_is_not_there_is_a_storage_error(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"a\.sst"):
         write_delta_file(tmp_path / "nowhere" / "a.sst", records={"x": b"1"}, tables=[])
+
+
+@pytest.mark.parametrize("deleted", [False, True])
+def test_the_driver_reads_strings_of_any_length(tmp_path: Path, deleted: bool) -> None:
+    keys, _ = some(100_000, 3)
+    lengths = np.random.default_rng(2).integers(0, 40, len(keys))
+    lengths[:6] = 0, 127, 128, 16_383, 16_384, 300_000
+    values = [bytes([97 + i % 26]) * length for i, length in enumerate(lengths.tolist())]
+    marks = np.arange(len(keys)) % 3 == 1 if deleted else None
+    tables: list[Any] = [(1, keys[:2], np.ones((2, 4), np.uint8), None)]
+    tables.append((0xC001, keys, pa.array(values, pa.large_binary()), marks))
+    built = write_delta_file(tmp_path / "a.sst", records=RECORDS, tables=tables)
+    assert built.entries == len(keys) + 4
+    expected = {b"\0\0" + name.encode(): value for name, value in RECORDS.items()}
+    expected |= {stored(1, key): b"\1" * 4 for key in keys[:2].tolist()}
+    for i, (key, value) in enumerate(zip(keys.tolist(), values, strict=True)):
+        expected[stored(0xC001, key)] = b"" if deleted and i % 3 == 1 else value
+    database = ingested(opened(tmp_path / "db"), built.path)
+    assert everything(database) == expected
+    assert database.get(stored(0xC001, int(keys[5]))) == expected[stored(0xC001, int(keys[5]))]
+    database.close()

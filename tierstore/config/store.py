@@ -59,6 +59,12 @@ class StoreSettings(BaseModel):
         description="what stores the rows of versions that are loaded from now on: sealed files (`sealed`), or "
         "RocksDB alone (`rocksdb`)",
     )
+    string_keys_size: SizeOrZero = Field(
+        ByteSize(8 << 30),
+        ge=0,
+        description="most bytes on disk of the strings of a version's string keys, as they are loaded; where they "
+        "would take more, the version keeps their hashes alone, and cannot be exported; 0: no version keeps them",
+    )
     partition: PartitionsText | None = Field(
         None,
         description="which partitions of the keys versions that are loaded from now on have here, and of how many: "

@@ -24,7 +24,7 @@ the `…_on_disk` listings, which read directories and skip names that are not o
     <data>/models/<model>/<version>.<line>/       the same, built again by a rollback to a delta: its line 1 and on
         version.json  db/  dense.onnx  dense-<seq>.onnx  dense-loaded.onnx  warmup/<table>.npy
         warmup/requests/<number>.npz  hot/<table>.npy  hot-device/<table>.npy  build/
-        warmup/golden/index.json  warmup/golden/<number>.npz
+        warmup/golden/index.json  warmup/golden/<number>.npz  strings/<table>-<task>-<number>.strings
         of a head: dense.<head>.onnx  dense-<seq>.<head>.onnx  dense-loaded.<head>.onnx  warmup/requests/<head>/
     <data>/models/<model>/log.end                 where the delta log ends
     <data>/models/<model>/log/<seq>-<xxh3>.arrow  one delta: 20 digits, 16 hex digits of its content
@@ -66,6 +66,7 @@ REQUESTS = "requests"  # within WARMUP
 GOLDEN = "golden"  # within WARMUP, where an earlier release does not look
 GOLDEN_INDEX = f"{WARMUP}/{GOLDEN}/index.json"  # of a snapshot, a built version and a version alike
 HOT, HOT_ON_DEVICE = "hot", "hot-device"
+STRINGS = "strings"
 BUILD = "build"
 JOURNAL = "journal"  # within BUILD
 KEYS_SUFFIX = ".npy"
@@ -119,6 +120,11 @@ def format_log_entry(seq: int, digest: str) -> str:
     if not 0 <= seq <= MAX_ORDINAL or _LOG_ENTRY.fullmatch(name) is None:
         raise ValueError(f"no log entry may be named for seq {seq} and digest {digest!r}")
     return name
+
+
+def strings_file(table: str, task: int, number: int) -> str:
+    """The name of a file with strings of a table's keys; one of a load's tasks makes several if they are many."""
+    return f"{check_name('table', table)}-{task:04d}-{number:04d}.strings"
 
 
 def parse_log_entry(name: str) -> tuple[int, str] | None:
@@ -228,6 +234,11 @@ class VersionDirectory:
     def requests(self, head: str = "") -> Path:
         """Recorded requests that the snapshot wants run before a head serves, `00000.npz` and on."""
         return self.root / WARMUP / REQUESTS / head
+
+    @property
+    def strings(self) -> Path:
+        """The strings of its keys, as they were loaded (`strings_file`)."""
+        return self.root / STRINGS
 
     @property
     def golden(self) -> Path:

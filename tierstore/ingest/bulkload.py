@@ -35,6 +35,7 @@ from tierstore.formats.files import drop_from_cache, make_dir, remove_leftover, 
 from tierstore.formats.keys import are_own, partition_of
 from tierstore.formats.names import BUILT_MANIFEST, JOURNAL
 from tierstore.formats.snapshot.built import BuiltManifest, BuiltSnapshot, BuiltTable
+from tierstore.formats.snapshot.manifest import TableEntry
 from tierstore.formats.snapshot.reader import Snapshot
 from tierstore.ingest.helpers import Helpers
 from tierstore.ingest.journal import Journal, about
@@ -44,13 +45,25 @@ from tierstore.ingest.progress import ProgressReporter
 from tierstore.ingest.results import BaseBuild, TableBuild, Written, sum_up
 from tierstore.ingest.resume import Finished, find_finished
 from tierstore.ingest.runs import Run
-from tierstore.ingest.tasks import RESULTS, CheckFile, CheckRun, Ingest, JoinRuns, Making, Sorted, SortShards
+from tierstore.ingest.tasks import (
+    RESULTS,
+    CheckFile,
+    CheckRun,
+    Ingest,
+    JoinRuns,
+    Making,
+    Sorted,
+    SortedStrings,
+    SortShards,
+    SortStrings,
+)
 from tierstore.kernels import ahead
 from tierstore.tiers.disk.sealed import BASE
 from tierstore.tiers.disk.sealed_file import FORMAT as SEALED_FORMAT
 from tierstore.tiers.disk.sealed_file import SealedFile
-from tierstore.tiers.disk.sst import SstFile
-from tierstore.types import BaseKind, Partitions, ProgressFn
+from tierstore.tiers.disk.sst import MAX_TABLES_WITH_STRINGS, SstFile
+from tierstore.tiers.disk.strings_file import KeptStrings, MissingStrings, StringsFile
+from tierstore.types import BaseKind, KeyType, Partitions, ProgressFn
 
 log = logging.getLogger(__name__)
 
@@ -242,6 +255,49 @@ class BulkLoad:
         scratch = str(self._out_dir / _INGEST)
         self._helpers.run([Ingest(str(db), self._base, files, texts, scratch, self._parts)], self._progress.add)
 
+    def keep_strings(self, build: BaseBuild, folder: Path, most_bytes: int) -> BaseBuild:
+        """Keep the strings of string keys in a new folder, unless they take more than `most_bytes`; 0: keep none.
+
+        Returns what was built, with what is kept. Raises SnapshotError, StorageError.
+        """
+        remove_tree(folder)  # of a load that was broken off
+        tables = [table for table in self._tables if table.key is KeyType.STRING]
+        if len(self._tables) > MAX_TABLES_WITH_STRINGS or not most_bytes:
+            return _with_strings(build, {table.name: KeptStrings(missing=MissingStrings.OFF) for table in tables})
+        if self._built is not None:
+            return _with_strings(build, {table.name: KeptStrings(missing=MissingStrings.BUILT) for table in tables})
+        tasks = [task for table in tables for task in self._sort_strings(table, folder, most_bytes)]
+        found: list[SortedStrings] = []
+        if tasks:
+            assert self._helpers is not None
+            make_dir(folder)
+            self._progress.begin_phase("strings", sum(table.rows for table in tables))
+            found = self._helpers.run(tasks, self._progress.add)
+            self._progress.end_phase()
+        made = [(task.table, StringsFile(*file)) for task, of in zip(tasks, found, strict=True) for file in of.files]
+        if any(of.too_many for of in found) or sum(file.bytes for _, file in made) > most_bytes:
+            remove_tree(folder)
+            return _with_strings(build, {table.name: KeptStrings(missing=MissingStrings.SIZE) for table in tables})
+        return _with_strings(
+            build,
+            {table.name: KeptStrings(tuple(file for name, file in made if name == table.name)) for table in tables},
+        )
+
+    def _sort_strings(self, table: TableEntry, folder: Path, most_bytes: int) -> list[SortStrings]:
+        """Tasks for the shards of a table, as many as there are helpers, of about as many rows each."""
+        count = max(1, self.plan.helpers)
+        groups: list[list[int]] = [[] for _ in range(count)]
+        before = 0
+        for number, shard in enumerate(table.shards):
+            groups[min(count - 1, before * count // max(1, table.rows))].append(number)
+            before += shard.rows
+        own = None if self._own is None else str(self._own)
+        run_bytes = self.plan.share_bytes // 3  # they are held twice as they are sorted
+        return [
+            SortStrings(table.name, number, shards, str(folder), run_bytes, most_bytes, own)
+            for number, shards in enumerate(filter(None, groups))
+        ]
+
     def read_back(self, db: Path) -> None:
         """Compare what the disk tier in `db` holds, as the drive gives it, with what was built. Raises Corruption."""
         assert self._helpers is not None
@@ -357,6 +413,11 @@ class BulkLoad:
             gathered[task.table].sums.extend(result.sums)
             gathered[task.table] = replace(gathered[task.table], expired=gathered[task.table].expired + result.expired)
         return gathered
+
+
+def _with_strings(build: BaseBuild, kept: Mapping[str, KeptStrings]) -> BaseBuild:
+    tables = {name: replace(table, strings=kept.get(name)) for name, table in build.tables.items()}
+    return replace(build, tables=tables)
 
 
 def _check_suits(snapshot: BuiltSnapshot, base: BaseKind, own: Partitions | None) -> None:

@@ -15,6 +15,7 @@ from tierstore.formats.snapshot.manifest import TableEntry
 from tierstore.ingest.tasks import Merged, Sorted
 from tierstore.tiers.disk.sealed_file import SealedFile
 from tierstore.tiers.disk.sst import SstFile
+from tierstore.tiers.disk.strings_file import KeptStrings
 from tierstore.types import BaseKind, Partitions
 
 Written = tuple[Any, Merged]  # a MergeRuns or CopyFile, and what it made
@@ -25,6 +26,7 @@ class TableBuild:
     """A built table. `mean` float32 [dim] of its vectors (zeros if it is empty); `digest` see `kernels/digest.py`.
 
     `colliding`: (string, code) of the keys that are not under their hash. `expired` rows of the snapshot are not in it.
+    `strings`: what is kept of those of its keys, None where that was not asked for.
     """
 
     rows: int
@@ -32,6 +34,7 @@ class TableBuild:
     digest: int
     colliding: list[tuple[str, int]] = field(default_factory=list)
     expired: int = 0
+    strings: KeptStrings | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,10 @@
     shards --SortShards--> runs --(JoinRuns)--> fewer runs
            --MergeRuns--> base-<table>-<nnnn>.<kind> --Ingest--> disk tier --ReadFile, ReadBack--> digest
 
-A run is a scratch file of rows that fit in memory, sorted (`runs.py`). `sort.py`, `merge.py` and `finished_files.py` do
-the tasks. Immutable values; any thread may use them.
+           --SortStrings--> strings/<table>-<nnnn>-<nnnn>.strings, beside the disk tier
+
+A run is a scratch file of rows that fit in memory, sorted (`runs.py`). `sort.py`, `strings.py`, `merge.py` and
+`finished_files.py` do the tasks. Immutable values; any thread may use them.
 """
 
 from __future__ import annotations
@@ -132,6 +134,22 @@ class ReadBack:
 
 
 @dataclass(frozen=True, slots=True)
+class SortStrings:
+    """Read the keys of these shards of a table with string keys, and leave them in sorted files in a folder.
+
+    number: of the task among those of its table. `most_bytes`: of its files; there are none if they would take more.
+    """
+
+    table: str
+    number: int
+    shards: list[int]
+    folder: str
+    run_bytes: int
+    most_bytes: int
+    own: str | None = None  # as in `SortShards`
+
+
+@dataclass(frozen=True, slots=True)
 class CheckRun:
     """Check a run of a load that was broken off."""
 
@@ -175,6 +193,14 @@ class Sorted:
 
 
 @dataclass(frozen=True, slots=True)
+class SortedStrings:
+    """What SortStrings made: (name, xxh3, bytes, strings) of each file; see `StringsFile`."""
+
+    files: list[tuple[str, str, int, int]]
+    too_many: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Joined:
     """What JoinRuns made."""
 
@@ -209,14 +235,26 @@ class Ingested:
 
 
 Making = SortShards | JoinRuns | MergeRuns | CopyFile  # tasks whose results another load can use
-Task = Making | CheckRun | CheckFile | Ingest | ReadFile | ReadBack
-Result = Sorted | Joined | Merged | Checked | Ingested | TableContent
+Task = Making | SortStrings | CheckRun | CheckFile | Ingest | ReadFile | ReadBack
+Result = Sorted | SortedStrings | Joined | Merged | Checked | Ingested | TableContent
 TASKS: dict[str, Any] = {
     kind.__name__: kind
-    for kind in (SortShards, JoinRuns, MergeRuns, CopyFile, CheckRun, CheckFile, Ingest, ReadFile, ReadBack)
+    for kind in (
+        SortShards,
+        SortStrings,
+        JoinRuns,
+        MergeRuns,
+        CopyFile,
+        CheckRun,
+        CheckFile,
+        Ingest,
+        ReadFile,
+        ReadBack,
+    )
 }
 RESULTS: dict[str, Any] = {
     "SortShards": Sorted,
+    "SortStrings": SortedStrings,
     "JoinRuns": Joined,
     "MergeRuns": Merged,
     "CopyFile": Merged,

@@ -40,6 +40,7 @@ from tierstore.ingest.finished_files import check_file, copy_file, ingest, read_
 from tierstore.ingest.merge import merge_runs
 from tierstore.ingest.runs import ReportRows, read_digest
 from tierstore.ingest.sort import join_runs, sort_shards
+from tierstore.ingest.strings import sort_strings
 from tierstore.ingest.tasks import (
     TASKS,
     Checked,
@@ -53,6 +54,7 @@ from tierstore.ingest.tasks import (
     ReadFile,
     Result,
     SortShards,
+    SortStrings,
     Task,
 )
 from tierstore.kernels.slices import Slices
@@ -95,6 +97,8 @@ def run_task(snapshot: Snapshot, task: Task, report: ReportRows) -> Result:
     match task:
         case SortShards():
             return sort_shards(snapshot, task, report)
+        case SortStrings():
+            return sort_strings(snapshot, task, report)
         case JoinRuns():
             return join_runs(snapshot, task, report)
         case MergeRuns():

@@ -70,11 +70,16 @@ def test_the_hottest_keys_are_named_with_their_share(store: tierstore.Store, tmp
     assert len(report["hottest"]) == 3
 
 
-@pytest.mark.parametrize(("key", "shown"), [("uint64", 5), ("string", "tierstore")])
-def test_keys_are_shown_by_their_type(store: tierstore.Store, tmp_path: Path, key: str, shown: Any) -> None:
+@pytest.mark.parametrize(
+    ("key", "asked", "expected"),
+    [("uint64", 5, 5), ("string", "k5", "k5"), ("string", "nobody", xxhash.xxh3_64_hexdigest(b"nobody"))],
+)
+def test_keys_are_shown_by_their_type(
+    store: tierstore.Store, tmp_path: Path, key: str, asked: Any, expected: Any
+) -> None:
+    """A string that no row has by its hash."""
     store.load_snapshot(snapshot(tmp_path, 1, key))
-    look_up(store, [shown] if key == "string" else np.array([shown], np.uint64), turns=2)
-    expected = xxhash.xxh3_64_hexdigest(str(shown).encode()) if key == "string" else shown
+    look_up(store, [asked] if key == "string" else np.array([asked], np.uint64), turns=2)
     assert [entry["key"] for entry in store.model("m").cache("t")["hottest"]] == [expected]
 
 

@@ -356,15 +356,6 @@ def test_after_an_export_deltas_go_on_where_it_ends(store, tmp_path):
 # --- refusals
 
 
-def test_string_keys_are_refused_with_the_reason(store, tmp_path):
-    with tierstore.SnapshotWriter(tmp_path / "in", model="words", version=1) as writer:
-        writer.table("word", dim=2, key="string").write(["a", "b"], np.ones((2, 2), np.float32))
-    store.load_snapshot(tmp_path / "in")
-    with pytest.raises(InvalidInput, match="table 'word' has string keys, and the store has only their hashes"):
-        store.export("words", tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_directory_that_exists_is_refused_and_not_touched(store, tmp_path):
     where = scenes.write_snapshot(tmp_path)
     store.load_snapshot(where)

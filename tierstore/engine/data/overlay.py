@@ -6,7 +6,7 @@ Immutable, so any number of threads may search it. It is in memory only: the del
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -26,18 +26,26 @@ from tierstore.types import Keys, Partitions, Rows, TableSpec
 class OverlayTable:
     """One table in an overlay: distinct `keys` ascending, their `rows` as stored, and which are deletions.
 
-    `times`: when they were written, if the table has a ttl. What look-ups need is made by `prepare`, or else by the
+    `times`: when they were written, if the table has a ttl. `strings`: large_string [n], the keys themselves, if the
+    version keeps them. What look-ups need is made by `prepare`, or else by the
     first of them: an overlay that is merged into the next one, or folded at once, does without.
     """
 
-    __slots__ = ("_made", "deleted", "keys", "nbytes", "rows", "spec", "times")
+    __slots__ = ("_made", "deleted", "keys", "nbytes", "rows", "spec", "strings", "times")
 
     def __init__(
-        self, spec: TableSpec, keys: Keys, rows: Rows, deleted: np.ndarray, times: Times | None = None
+        self,
+        spec: TableSpec,
+        keys: Keys,
+        rows: Rows,
+        deleted: np.ndarray,
+        times: Times | None = None,
+        strings: pa.Array | None = None,
     ) -> None:
         self.spec, self.keys, self.rows, self.deleted, self.times = spec, keys, rows, deleted, times
+        self.strings = strings
         self._made: dict[str, overlay_index.Answering] = {}  # at most one: what has an address of it relies on that
-        kept = (keys, rows, deleted) if times is None else (keys, rows, deleted, times)
+        kept = (array for array in (keys, rows, deleted, times, strings) if array is not None)
         self.nbytes = _index_bytes(len(keys)) + sum(array.nbytes for array in kept)
 
     def prepare(self) -> overlay_index.Answering:
@@ -66,11 +74,20 @@ class OverlayTable:
         old = overlay_index.Part(self.keys, self.rows, self.deleted)
         both = overlay_index.merge(old, overlay_index.Part(newer.keys, newer.rows, newer.deleted))
         times: Times | None = None
+        strings: pa.Array | None = None
         if self.times is not None and newer.times is not None:
-            old = overlay_index.Part(self.keys, as_rows(self.times), self.deleted)
-            new = overlay_index.Part(newer.keys, as_rows(newer.times), newer.deleted)
-            times = from_rows(overlay_index.merge(old, new).rows)
-        return OverlayTable(self.spec, *both, times)
+            times = self._merged_with(newer, self.times, newer.times)
+        if self.strings is not None and newer.strings is not None:
+            places = np.arange(len(self.keys) + len(newer.keys), dtype=np.uint32)
+            chosen = self._merged_with(newer, places[: len(self.keys)], places[len(self.keys) :])
+            strings = pa.concat_arrays([self.strings, newer.strings]).take(pa.array(chosen))
+        return OverlayTable(self.spec, *both, times, strings)
+
+    def _merged_with(self, newer: OverlayTable, values: Times, newer_values: Times) -> Times:
+        """uint32 values of the keys of both tables, merged as their rows are."""
+        old = overlay_index.Part(self.keys, as_rows(values), self.deleted)
+        new = overlay_index.Part(newer.keys, as_rows(newer_values), newer.deleted)
+        return from_rows(overlay_index.merge(old, new).rows)
 
 
 def _index_bytes(keys: int) -> int:
@@ -148,12 +165,13 @@ def encode_delta(
     *,
     for_this_version: bool,
     own: Partitions | None = None,
+    with_strings: Container[str] = (),
 ) -> Overlay:
     """Make an overlay of a delta, in the storage dtypes of `specs`; DeltaError names table and row.
 
     `colliding`: the version's colliding keys by table, with all deltas before this one. A delta for another version
     becomes an empty overlay, which moves the watermark on. With `own`, keys in other partitions are checked too, so
-    that every node accepts the same deltas, and then left out.
+    that every node accepts the same deltas, and then left out. `with_strings`: the tables whose strings are kept.
     """
     if not for_this_version:
         return Overlay(delta.seq, delta.seq, {})
@@ -166,8 +184,10 @@ def encode_delta(
             mine = np.flatnonzero(are_own(hashes, own))
             hashes, rows, deleted = hashes[mine], rows[mine], deleted[mine]
             strings_at = partial(_strings_at, table, mine)
-        keys = hashes
+        keys, strings = hashes, None
         if table.given is not None:
+            if name in with_strings:
+                strings = strings_at(np.arange(len(hashes)))
             before = colliding.get(name, NONE)
             keys, now = before.changed(hashes, strings_at, 1 if own is None else own.count)
             if now is not before:
@@ -175,9 +195,10 @@ def encode_delta(
             if keys is not hashes:
                 order = np.argsort(keys)
                 keys, rows, deleted = keys[order], rows[order], deleted[order]
+                strings = None if strings is None else strings.take(pa.array(order))
         if len(keys):
             times = None if spec.ttl_s is None else np.full(len(keys), seconds_of(delta.event_time), np.uint32)
-            tables[name] = OverlayTable(spec, keys, rows, deleted, times)
+            tables[name] = OverlayTable(spec, keys, rows, deleted, times, strings)
     heads = {name: DenseHead(graph=graph) for name, graph in delta.dense.items()}
     return Overlay(delta.seq, delta.seq, tables, heads, colliding=more)
 

@@ -327,7 +327,15 @@ class DeltaPath:
             for_it = delta.base_version in (None, view.version)
             version = view.open_version
             before = view.colliding if colliding is None else colliding
-            return encode_delta(delta, version.specs, before, for_this_version=for_it, own=version.info.own)
+            info = version.info
+            return encode_delta(
+                delta,
+                version.specs,
+                before,
+                for_this_version=for_it,
+                own=info.own,
+                with_strings=info.strings_ids,
+            )
 
     def _brought(self, delta: Delta, view: View, served: Routing) -> Heads:
         with _naming_the_canary(view, served):

@@ -169,7 +169,15 @@ def _add_dense(
 def _overlay(version: Version, delta: Delta, colliding: Mapping[str, CollidingKeys], lenient: bool) -> Overlay:
     try:
         for_it = delta.base_version in (None, version.number)
-        return encode_delta(delta, version.specs, colliding, for_this_version=for_it, own=version.info.own)
+        info = version.info
+        return encode_delta(
+            delta,
+            version.specs,
+            colliding,
+            for_this_version=for_it,
+            own=info.own,
+            with_strings=info.strings_ids,
+        )
     except DeltaError:
         if not lenient:
             raise

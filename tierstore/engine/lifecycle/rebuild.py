@@ -111,6 +111,7 @@ class Rebuilder:
                 "keep which string keys collided when it was loaded; load its snapshot again"
             )
         pairs = _in_folder(info.where.db / BASE, where.db / BASE)
+        pairs += _in_folder(info.where.strings, where.strings)
         pairs += _in_folder(info.where.root / "warmup", where.root / "warmup")
         pairs += _in_folder(info.where.requests(), where.requests())
         for head in info.manifest.graphs:

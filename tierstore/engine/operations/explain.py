@@ -6,6 +6,7 @@ tiers are read, and released before the log is searched (`key_history.py`).
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,12 +22,14 @@ from tierstore.engine.operations.key_history import KeyHistory, moment, search
 from tierstore.engine.reads.view import View
 from tierstore.engine.serving.routing import STABLE
 from tierstore.engine.versions.info import VersionInfo
-from tierstore.errors import InvalidInput
+from tierstore.engine.versions.strings import find_strings
+from tierstore.errors import Corruption, InvalidInput
+from tierstore.formats.colliding import NONE
 from tierstore.formats.key_arrays import key_array
 from tierstore.formats.keys import as_codes, partition_of
 from tierstore.kernels import codec
 from tierstore.tiers.base import Peek
-from tierstore.types import Keys, TableSpec
+from tierstore.types import Keys, KeyType, TableSpec
 
 MOST_KEYS = 100  # in a request
 _NO_HISTORY: dict[str, Any] = {"written": None, "undone": [], "passed_over": []}
@@ -61,7 +64,10 @@ def explain(
                 "why": f"it is the padding key of {feature}: answered with zeros, never looked up",
             }
             entry |= {"found": False, "default": False, "tier": None, "row": [0.0] * spec.dim}
-        entries.append({"key": key.decode() if isinstance(key, bytes) else key} | entry)
+        shown = key.decode() if isinstance(key, bytes) else key
+        if entry["string"] not in (None, shown):
+            entry["why"] += f"; the row is that of {entry['string']!r}, which has the same hash"
+        entries.append({"key": shown} | entry)
     return {"model": model.name, "feature": feature} | document | {"keys": entries}
 
 
@@ -76,7 +82,10 @@ def explain_codes(
         version = view.open_version
         cascade, info, colliding = version.tables[table], version.info, view.colliding.get(table)
         seen = look(view, cascade, codes)
-        folded, seq = version.watermark, view.seq
+        folded, seq, strings = version.watermark, view.seq, dict[int, str]()
+        if cascade.spec.key is KeyType.STRING:
+            with contextlib.suppress(Corruption):  # `verify` names the file
+                strings = find_strings(version, view.overlays, table, codes.tolist(), colliding or NONE)
     spec = cascade.spec
     wanted = np.array([one.code for one in seen if one.place is None or one.place.explained is None], np.int64)
     history = search(model.state.log, info, table, wanted, lambda keys: as_codes(keys, spec.key, colliding), seq)
@@ -89,8 +98,15 @@ def explain_codes(
         "folded": folded,
         "snapshot": {"delta_seq": info.manifest.delta_seq, "created_at": info.manifest.to_document().get("created_at")},
         "log": {"first": history.first, "last": history.newest, "ended": history.ended},
-        "keys": [_entry(one, cascade, info, history, model.state.log.undone.rollbacks) for one in seen],
+        "keys": [
+            _of_string(_entry(one, cascade, info, history, model.state.log.undone.rollbacks), strings) for one in seen
+        ],
     }
+
+
+def _of_string(entry: dict[str, Any], strings: Mapping[int, str]) -> dict[str, Any]:
+    """An entry with the string of the key whose row is answered; None if it is not kept, or there is no row."""
+    return entry | {"string": strings.get(entry["code"]) if entry["found"] else None}
 
 
 def _entry(

@@ -12,11 +12,13 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from tierstore.engine.deltas.dense import recorded
 from tierstore.engine.model import Model
@@ -25,13 +27,15 @@ from tierstore.engine.operations.golden import examples_of, index_of
 from tierstore.engine.operations.moment import ServedMoment, check_goes_on, moment_of
 from tierstore.engine.reads.view import View
 from tierstore.engine.versions.hot_keys import load_keys
+from tierstore.engine.versions.strings import why_missing, with_strings
 from tierstore.engine.versions.version import Version
 from tierstore.errors import Conflict, InvalidInput, StorageError
 from tierstore.formats import files
+from tierstore.formats.colliding import NONE
 from tierstore.formats.keys import from_codes
 from tierstore.formats.names import BUILT_MANIFEST, TEMPORARY, DataDirectory
 from tierstore.formats.objects import is_url
-from tierstore.formats.row_times import TIME
+from tierstore.formats.row_times import TIME, Times
 from tierstore.formats.snapshot.built import open_source
 from tierstore.formats.snapshot.reader import local_path
 from tierstore.formats.snapshot.requests import ragged, read_request
@@ -40,7 +44,7 @@ from tierstore.formats.uploads import check_nothing_at, scratch_directory, uploa
 from tierstore.ingest.build import build_version
 from tierstore.kernels import codec
 from tierstore.tiers.background import Pace
-from tierstore.types import ExportReport, KeyType, Progress, ProgressFn, Rows, StorageDtype, TableSpec, Vectors
+from tierstore.types import ExportReport, Keys, KeyType, Progress, ProgressFn, Rows, StorageDtype, TableSpec, Vectors
 
 log = logging.getLogger(__name__)
 
@@ -141,12 +145,13 @@ def _export(
         _check_keys(model.name, view)
         model.state.shared.placement.refusals.check("export", model=model.name, number=view.version)
 
-    with moment_of(model, options.version, check) as moment:
+    with moment_of(model, options.version, check, with_strings=True) as moment:
         info = moment.version.info
         number = info.number if options.as_version is None else options.as_version
         rows, total = 0, sum(count.rows for count in info.counts.values())
         with SnapshotWriter(target, model=model.name, version=number, delta_seq=moment.seq, scratch=scratch) as writer:
             tables: dict[str, TableWriter] = {}
+            warm: dict[str, Any] = {}
             for name, batches in moment.tables.items():
                 spec = info.specs[name]
                 table = tables[name] = writer.table(
@@ -158,13 +163,16 @@ def _export(
                     ttl_s=spec.ttl_s,
                     time_column=TIME if name in info.times_ids else None,
                 )
-                for keys, stored, times in batches:
-                    table.write(from_codes(keys, spec.key), _vectors(stored, spec), times)
-                    rows += len(keys)
+                of_table = _Warm(load_keys(info.where.warmup(name)))
+                for codes, keys, stored, times in _keyed(moment, name, batches):
+                    table.write(keys, _vectors(stored, spec), times)
+                    of_table.note(codes, keys)
+                    rows += len(codes)
                     progress(Progress("export", rows, max(rows, total)))
                     pace.sleep()
                     check_goes_on("export", model, info.number, stops)
-            _write_remaining(writer, moment, tables)
+                warm[name] = of_table.keys(spec)
+            _write_remaining(writer, moment, tables, warm)
     log.info("model %s: version %d at seq %d is exported to %s", model.name, info.number, moment.seq, target)
     return ExportReport(model.name, number, moment.seq, rows)
 
@@ -189,12 +197,49 @@ def _made(directory: Path) -> Iterator[None]:
 
 
 def _check_keys(model: str, view: View) -> None:
-    for name, spec in view.open_version.specs.items():
-        if spec.key is KeyType.STRING:
+    for name in view.open_version.specs:
+        if (why := why_missing(view.open_version.info, name)) is not None:
             raise InvalidInput(
-                f"model {model!r} cannot be exported: table {name!r} has string keys, and the store has only their "
-                "hashes. Keep the snapshot and the deltas that it was loaded from, or use integer keys"
+                f"version {view.version} of {model!r} cannot be exported: table {name!r} has string keys, and {why}"
             )
+
+
+def _keyed(
+    moment: ServedMoment, table: str, batches: Iterator[tuple[Keys, Rows, Times | None]]
+) -> Iterator[tuple[Keys, Any, Rows, Times | None]]:
+    """Codes, keys, rows and times of a table's rows."""
+    if table in moment.strings:
+        return with_strings(table, batches, moment.strings[table], moment.colliding.get(table, NONE))
+    kind = moment.version.specs[table].key
+    return ((codes, from_codes(codes, kind), rows, times) for codes, rows, times in batches)
+
+
+class _Warm:
+    """A table's warm-up keys, which the version has as codes. Strings of those that have a row are found."""
+
+    def __init__(self, codes: Sequence[Keys]) -> None:
+        self._codes = codes
+        self._wanted = np.unique(np.concatenate([np.empty(0, np.int64), *codes]))
+        self._found: list[tuple[Keys, pa.Array]] = []
+
+    def note(self, codes: Keys, keys: Any) -> None:
+        """Note keys of rows, if they are strings."""
+        if not len(self._wanted) or not isinstance(keys, pa.Array):
+            return
+        there = np.flatnonzero(np.isin(codes, self._wanted))
+        if len(there):
+            self._found.append((codes[there], keys.take(pa.array(there))))
+
+    def keys(self, spec: TableSpec) -> list[Any]:
+        """The keys, in the order of the snapshot."""
+        if spec.key is not KeyType.STRING:
+            return [from_codes(np.asarray(codes), spec.key) for codes in self._codes]
+        if not self._found:
+            return []
+        there = np.concatenate([codes for codes, _ in self._found])  # ascending, as rows are
+        strings = pa.concat_arrays([of for _, of in self._found])
+        known = [codes[np.isin(codes, there)] for codes in self._codes]
+        return [strings.take(pa.array(np.searchsorted(there, codes))) for codes in known if len(codes)]
 
 
 def _default(version: Version, spec: TableSpec) -> str | list[float]:
@@ -214,7 +259,9 @@ def _vectors(rows: Rows, spec: TableSpec) -> Vectors:
     return vectors
 
 
-def _write_remaining(writer: SnapshotWriter, moment: ServedMoment, tables: Mapping[str, TableWriter]) -> None:
+def _write_remaining(
+    writer: SnapshotWriter, moment: ServedMoment, tables: Mapping[str, TableWriter], warm: Mapping[str, list[Any]]
+) -> None:
     """Write everything but the rows: features, warm-up keys, the dense parts, their recorded requests and examples."""
     info = moment.version.info
     for feature in info.features.values():
@@ -222,9 +269,9 @@ def _write_remaining(writer: SnapshotWriter, moment: ServedMoment, tables: Mappi
         writer.feature(
             feature.name, table=feature.table, combiner=feature.combiner, padding_key=feature.padding_key, hash=how
         )
-    for name, spec in info.specs.items():
-        for keys in load_keys(info.where.warmup(name)):
-            writer.warmup(name, from_codes(np.asarray(keys), spec.key))
+    for name, columns in warm.items():
+        for keys in columns:
+            writer.warmup(name, keys)
     for head in {"": None, **moment.graphs}:
         for path in recorded(info, head):
             writer.request(ragged(read_request(path, file=path.name)), head=head)

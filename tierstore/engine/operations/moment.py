@@ -10,7 +10,7 @@ On the caller's thread; it only reads.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from itertools import chain
@@ -22,11 +22,14 @@ from tierstore.engine.deltas.dense import check_dense
 from tierstore.engine.model import Model
 from tierstore.engine.reads.view import View
 from tierstore.engine.serving.routing import STABLE
+from tierstore.engine.versions.strings import standing_strings
 from tierstore.engine.versions.version import Version
 from tierstore.errors import Closed, Corruption, StorageError
+from tierstore.formats.colliding import CollidingKeys
 from tierstore.formats.regular import read_regular
 from tierstore.formats.row_times import TIME_BYTES, Times, as_rows, from_rows
 from tierstore.tiers.disk.merge import Changes, merged_blocks
+from tierstore.tiers.disk.strings_file import Strings
 from tierstore.types import Keys, Rows
 
 _READ_BYTES = 64 << 20  # that all tables together may read ahead
@@ -37,13 +40,16 @@ _LEAST_ROWS, _MOST_ROWS = 2048, 65536  # of a batch
 class ServedMoment:
     """A version at one seq. `tables` has each table's rows of that moment by ascending code, each to be read once.
 
-    With each batch are the times of its rows, if the table has some.
+    With each batch are the times of its rows, if the table has some. `strings`: all kept strings of a table's keys of
+    that moment, where they were asked for; each to be read once.
     """
 
     version: Version
     seq: int
     graphs: dict[str, bytes]  # by head
     tables: dict[str, Iterator[tuple[Keys, Rows, Times | None]]]
+    strings: dict[str, Strings]
+    colliding: Mapping[str, CollidingKeys]
 
 
 def check_goes_on(what: str, model: Model, number: int | None, stops: Callable[[], bool]) -> None:
@@ -58,10 +64,12 @@ def check_goes_on(what: str, model: Model, number: int | None, stops: Callable[[
 
 
 @contextlib.contextmanager
-def moment_of(model: Model, wanted: int | str | None, check: Callable[[View], None]) -> Iterator[ServedMoment]:
+def moment_of(
+    model: Model, wanted: int | str | None, check: Callable[[View], None], *, with_strings: bool = False
+) -> Iterator[ServedMoment]:
     """What a version (number or label; None: the active one) serves now; `check` may refuse its view.
 
-    Its version stays open until the end of the block.
+    Its version stays open until the end of the block. `with_strings`: of all tables that keep them.
     """
     publisher = model.publisher
     wanted = model.wanted(wanted)
@@ -72,12 +80,12 @@ def moment_of(model: Model, wanted: int | str | None, check: Callable[[View], No
                 view = served.choose(model.name, STABLE if wanted is None else wanted, None)
                 check(view)
                 if pin.enter_context(publisher.pinned(view.version)) is view.open_version:  # not switched meanwhile
-                    moment = _read(view, stack)
+                    moment = _read(view, stack, with_strings)
                     stack.push(pin.pop_all())
         yield moment
 
 
-def _read(view: View, stack: contextlib.ExitStack) -> ServedMoment:
+def _read(view: View, stack: contextlib.ExitStack, with_strings: bool) -> ServedMoment:
     """The moment of a held view. When this returns, all iterators are positioned, and the view may be released."""
     version = view.open_version
     row_bytes = sum(8 + spec.row_bytes for spec in version.specs.values())
@@ -90,11 +98,14 @@ def _read(view: View, stack: contextlib.ExitStack) -> ServedMoment:
         return chain(() if first is None else (first,), stored)
 
     tables: dict[str, Iterator[tuple[Keys, Rows, Times | None]]] = {}
+    strings: dict[str, Strings] = {}
     with version.writing:  # or rows might expire between two of them
         for name, table in version.tables.items():
             overlays = view.table(name).overlays
             changed = reduce(OverlayTable.merged, reversed(overlays)) if overlays else None
             rows = _with_changes(standing(table.table_id, table.spec.row_bytes), changed, None, batch)
+            if with_strings and name in version.info.strings_ids:
+                strings[name] = standing_strings(version.info, version.disk, name, changed, stack)
             number = version.info.times_ids.get(name)
             if number is None:
                 tables[name] = ((keys, stored, None) for keys, stored in rows)
@@ -102,7 +113,7 @@ def _read(view: View, stack: contextlib.ExitStack) -> ServedMoment:
                 of_overlays = None if changed is None or changed.times is None else as_rows(changed.times)
                 times = _with_changes(standing(number, TIME_BYTES), changed, of_overlays, batch)
                 tables[name] = _in_step(name, rows, times)
-    return ServedMoment(version, view.seq, _graphs(view), tables)
+    return ServedMoment(version, view.seq, _graphs(view), tables, strings, view.colliding)
 
 
 def _with_changes(

@@ -6,10 +6,12 @@ away from meanwhile is read again from its beginning.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 from tierstore.engine.deltas.dense import check_dense
@@ -17,8 +19,11 @@ from tierstore.engine.lifecycle.throttle import Throttle
 from tierstore.engine.model import Model
 from tierstore.engine.operations.golden import GoldenReport, check_kept
 from tierstore.engine.versions.info import EXPIRED, VersionInfo
+from tierstore.engine.versions.strings import standing_strings, with_strings
+from tierstore.engine.versions.version import Version
 from tierstore.errors import Closed, Corruption, NotFound, StorageError, TierstoreError
 from tierstore.formats import files
+from tierstore.formats.colliding import NONE
 from tierstore.formats.delta.reader import read_delta
 from tierstore.formats.regular import read_regular
 from tierstore.formats.row_times import TIME_BYTES
@@ -81,7 +86,9 @@ def _check_version(model: Model, info: VersionInfo, progress: ProgressFn) -> tup
         try:
             with model.opener.reading_version(info.number) as version:
                 _check_files(model, info)
-                found = _check_rows(model.name, info, version.disk, progress)
+                rows, nbytes, problems = _check_rows(model.name, info, version.disk, progress)
+                problems += _check_strings(model.name, version, progress)
+                found = rows, nbytes, problems
                 examples = check_kept(model, info, version, progress)
             if info in model.catalogue.infos():
                 return *found, _examples_text(examples)
@@ -154,6 +161,30 @@ def _check_log(model: Model) -> tuple[int, list[str]]:
         except TierstoreError as error:
             problems.append(f"{model.name}: {error}")
     return count, problems
+
+
+def _check_strings(model: str, version: Version, progress: ProgressFn) -> list[str]:
+    """The faults of kept strings: each row must have its own, and each block must be as it was written."""
+    info, problems = version.info, []
+    phase, done = f"verify strings of {model} {info.number}", 0
+    for name in info.strings_ids:
+        with contextlib.ExitStack() as stack:
+            try:
+                with version.writing:
+                    rows = version.disk.scan(info.tables[name]["id"], info.specs[name].row_bytes)
+                    stack.callback(rows.close)  # type: ignore[attr-defined]
+                    first = next(rows, None)  # only now its iterator is positioned
+                    strings = standing_strings(info, version.disk, name, None, stack)
+                    colliding = version.colliding.get(name, NONE)
+                batches = ((keys, stored, None) for keys, stored in chain(() if first is None else (first,), rows))
+                for keys, *_ in with_strings(name, batches, strings, colliding):
+                    done += len(keys)
+                    progress(Progress(phase, done, max(done, sum(count.rows for count in info.counts.values()))))
+                for _ in strings:  # those without a row
+                    progress(Progress(phase, done, done))
+            except Corruption as error:
+                problems.append(f"{model} version {info.number}: {error}")
+    return problems
 
 
 def _check_rows(model: str, info: VersionInfo, disk: DiskTier, progress: ProgressFn) -> tuple[int, int, list[str]]:

@@ -5,11 +5,14 @@ Only reads; any thread, under a view that the caller holds.
 
 from __future__ import annotations
 
+import contextlib
 from itertools import pairwise
 from typing import Any
 
 from tierstore.engine.reads.view import View
-from tierstore.errors import NotFound
+from tierstore.engine.versions.strings import find_strings
+from tierstore.errors import Corruption, NotFound
+from tierstore.formats.colliding import NONE
 from tierstore.types import KeyType, Tier, whole_number
 
 MOST_HOTTEST = 1000
@@ -19,8 +22,8 @@ def cache_report(view: View, table: str, limit: int) -> dict[str, Any]:
     """`{"table", "key", "rows", "hit_rate", "curve", "bytes", "hottest", "history"}` of a table of a served version.
 
     `hottest`: at most `limit` entries `{"key", "share"}`. Before look-ups are counted these are the keys that were hot
-    when the version was last served, and their share is None. For string keys `key` is the hash, 16 hex digits,
-    because the strings are not kept; for colliding keys it is the string. NotFound for an unknown table.
+    when the version was last served, and their share is None. For string keys `key` is the string, or the hash, 16 hex
+    digits, where the version does not have it. NotFound for an unknown table.
     """
     limit = whole_number("limit", limit, 1, MOST_HOTTEST)
     version = view.open_version
@@ -30,9 +33,11 @@ def cache_report(view: View, table: str, limit: int) -> dict[str, Any]:
     hottest: list[tuple[int, float | None]] = list(insight.counts.hottest(limit))
     if not hottest:
         hottest = [(int(key), None) for keys in version.kept_hot_keys(table, Tier.HOST)[:1] for key in keys[:limit]]
-    kind, strings = version.specs[table].key, {}
-    if table in view.colliding:
-        strings = {code: text for text, code in view.colliding[table].entries()}
+    kind, strings = version.specs[table].key, dict[int, str]()
+    if kind is KeyType.STRING:
+        with contextlib.suppress(Corruption):  # `verify` names the file
+            codes, colliding = [code for code, _ in hottest], view.colliding.get(table, NONE)
+            strings = find_strings(version, view.overlays, table, codes, colliding)
     return {
         "table": table,
         "version": view.version,

@@ -35,7 +35,8 @@ from tierstore.formats.snapshot.manifest import Manifest
 from tierstore.formats.times import format_time
 from tierstore.ingest.results import BaseBuild
 from tierstore.tiers.base import Records, RowStore
-from tierstore.tiers.disk.sst import MAX_TABLE_ID, times_id
+from tierstore.tiers.disk.sst import MAX_TABLE_ID, strings_id, times_id
+from tierstore.tiers.disk.strings_file import KeptStrings
 from tierstore.tiers.disk.tier import WATERMARK
 from tierstore.tiers.host.layout import ALL_ROWS, least_budget
 from tierstore.types import BaseKind, FeatureSpec, Partitions, TableSpec
@@ -87,6 +88,7 @@ def make_record(
             "default": default_vector(spec, build.tables[spec.name].mean).tolist(),
             "digest": f"{build.tables[spec.name].digest:016x}",
             "colliding": build.tables[spec.name].colliding,
+            **_strings_document(build.tables[spec.name].strings if tags is None else None),
             **({} if spec.ttl_s is None else {"expired": build.tables[spec.name].expired, "times": tags is None}),
         }
         for number, spec in enumerate(manifest.table_specs().values(), 1)
@@ -106,6 +108,10 @@ def make_record(
     if own is not None:
         record["partitions"] = own.document()
     return record if tags is None else record | {"tags": [tag.decode() for tag in tags]}
+
+
+def _strings_document(kept: KeptStrings | None) -> dict[str, Any]:
+    return {} if kept is None else {"strings": kept.document()}
 
 
 def digests_record(digests: Mapping[str, str]) -> dict[str, Any]:
@@ -133,6 +139,8 @@ def _check_table(table: Mapping[str, Any], spec: TableSpec) -> None:
         raise ValueError(f"table {spec.name!r}: expected an id and a number of rows")
     int(table["digest"], 16)
     CollidingKeys((str(text), int(code)) for text, code in table.get("colliding", ()))
+    if "strings" in table:
+        KeptStrings.parse(table["strings"])
 
 
 def _numbers_by_table(disk: Records, record: str) -> dict[str, int]:
@@ -181,6 +189,12 @@ class VersionInfo:
             raise Corruption(f"{where.record} is invalid ({error!r}); drop the version and load it again") from error
         # tables whose rows have times here
         self.times_ids = {name: times_id(int(of["id"])) for name, of in self.tables.items() if of.get("times")}
+        # what it keeps of the strings of keys, by table; of none that an earlier release has loaded
+        self.strings = {name: KeptStrings.parse(of["strings"]) for name, of in self.tables.items() if "strings" in of}
+        # tables whose deltas' strings are kept in the disk tier
+        self.strings_ids = {
+            name: strings_id(int(self.tables[name]["id"])) for name, kept in self.strings.items() if not kept.missing
+        }
         self.expired: dict[str, int] = {}  # rows by table, since the load; replaced as a whole
         self.expired_before: dict[str, int] = {}  # in seconds since 1970, by table; replaced as a whole
         self.expiry_checked_s: float | None = None  # the last check since it was opened

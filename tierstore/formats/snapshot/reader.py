@@ -169,6 +169,12 @@ class Snapshot:
         for codes, *_ in self._read(entry, shard, batch_rows, with_vectors=False):
             yield codes
 
+    def shard_strings(self, table: str, shard_no: int, batch_rows: int) -> Iterator[tuple[Keys, pa.Array]]:
+        """The hashes and strings of the shard's string keys in order, read as by `shard_keys`."""
+        entry, shard = self._shard(table, shard_no)
+        for hashes, _, _, strings, _ in self._read(entry, shard, batch_rows, with_vectors=False):
+            yield hashes, strings
+
     def check_checksum(self, table: str, shard_no: int) -> None:
         """Read the shard through and compare with its `xxh3`, if the manifest gives one. Raises SnapshotError."""
         _, shard = self._shard(table, shard_no)

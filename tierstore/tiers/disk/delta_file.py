@@ -1,7 +1,8 @@
 """The sorted file of a fold, written without the driver.
 
 RocksDB's own writer takes an entry at a time and holds the interpreter lock, 0.4 µs a row and a millisecond at its end, for which look-ups in the
-process wait. The rows of a change are one array, sorted, of one length: whole blocks of entries are laid out by a few copies, without the lock.
+process wait. The rows of a change are one array, sorted, of one length: whole blocks of entries are laid out by a few copies, without the lock. Strings,
+of any length, are laid out by Arrow.
 
 The format is RocksDB's block-based table, format version 5, with XXH3 checksums, as `rocks.table_options` has it; nothing is compressed, keys share no
 bytes, and there is no filter: where the base is sealed, another one tells which keys have changed. RocksDB's next compaction rewrites the file as it
@@ -19,6 +20,8 @@ from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
 import xxhash
 
 from tierstore.errors import StorageError
@@ -34,6 +37,7 @@ _KEY_BYTES = KEY_BYTES + len(_VALUE)
 _TRAILER = struct.Struct("<BI")  # of a block: not compressed, and its checksum
 _XXH3, _VERSION, _MAGIC = 4, 5, 0x88E2_41B7_85F4_CFF7
 _HANDLES_BYTES = 40  # of the footer
+_MOST_STRINGS = 1 << 16  # laid out at a time
 
 
 def write_delta_file(path: Path, *, records: Records, tables: Sequence[Entries]) -> SstFile:
@@ -49,7 +53,8 @@ def write_delta_file(path: Path, *, records: Records, tables: Sequence[Entries])
             if named:
                 writer.block([_entry(key + _VALUE, value) for key, value in named], named[-1][0] + _VALUE)
             for table_id, keys, rows, deleted in tables:
-                for block, restarts, last in _blocks(table_id, keys, rows, deleted):
+                laid_out = _blocks if isinstance(rows, np.ndarray) else _blocks_of_any_length
+                for block, restarts, last in laid_out(table_id, keys, rows, deleted):
                     writer.put_block(block, restarts, last)
             writer.finish(entries)
             files.sync(file, path)
@@ -153,6 +158,35 @@ def _blocks(
             np.cumsum(np.where(marked, 3 + _KEY_BYTES, each)[:-1], out=starts[1:])
         yield laid_out.data, starts[::_RESTART], entries[-1, key_at:value_at].tobytes()
         yield_to_requests()
+
+
+def _blocks_of_any_length(
+    table_id: int, keys: Keys, values: pa.Array, deleted: npt.NDArray[np.bool_] | None
+) -> Iterator[tuple[memoryview, npt.NDArray[np.int64], bytes]]:
+    """`_blocks`, of values of any length, large_binary [n]."""
+    binary = pa.large_binary()
+    head, nothing = pa.scalar(bytes((0, _KEY_BYTES)), binary), pa.scalar(b"", binary)
+    for begin in range(0, len(keys), _MOST_STRINGS):
+        count = len(keys[begin : begin + _MOST_STRINGS])
+        stored = np.empty((count, _KEY_BYTES), np.uint8)
+        stored[:, :KEY_BYTES] = pack_keys(table_id, keys[begin : begin + count]).view(np.uint8).reshape(count, -1)
+        stored[:, KEY_BYTES:] = np.frombuffer(_VALUE, np.uint8)
+        fixed = pa.FixedSizeBinaryArray.from_buffers(pa.binary(_KEY_BYTES), count, [None, pa.py_buffer(stored)])
+        some = values.slice(begin, count)
+        if deleted is not None:
+            some = pc.if_else(pa.array(deleted[begin : begin + count].astype(np.bool_)), nothing, some)
+        lengths, of = np.unique(pc.binary_length(some).to_numpy(zero_copy_only=False), return_inverse=True)
+        sizes = pa.array(map(_varint, lengths.tolist()), binary).take(pa.array(of))
+        entries = pc.binary_join_element_wise(head, sizes, fixed.cast(binary), some, nothing)
+        _, offsets, data = entries.buffers()
+        starts, laid_out = np.frombuffer(offsets, np.int64)[: count + 1], memoryview(data)
+        first = 0
+        while first < count:  # once a block
+            end = max(first + 1, int(np.searchsorted(starts, starts[first] + _BLOCK_BYTES, "right")) - 1)
+            block = laid_out[starts[first] : starts[end]]
+            yield block, starts[first:end:_RESTART] - starts[first], stored[end - 1].tobytes()
+            first = end
+            yield_to_requests()
 
 
 def _entry(key: bytes, value: bytes) -> bytes:

@@ -162,7 +162,7 @@ class SealedTier(DiskTier):
         folder = make_dir(self.path / BASE)
         rename_all([(file.path, folder / file.path.name) for file in sealed])
 
-    def change(self, path: Path, records: Records, tables: Sequence[Entries]) -> None:
+    def change(self, path: Path, records: Records, tables: Sequence[Entries], strings: Sequence[Entries] = ()) -> None:
         """`DiskTier.change`, with the patches of the change."""
         open_files.allow(len(tables))
         patches, all_records = self._patches.write(tables, records)
@@ -170,7 +170,7 @@ class SealedTier(DiskTier):
             yield_to_requests()
             watermark = records.get(WATERMARK)
             self._change([(table_id, keys) for table_id, keys, _, _ in tables], watermark)  # before the rows are there
-            super().change(path, all_records, tables)
+            super().change(path, all_records, tables, strings)
             self._patches.add(patches)
         except BaseException:
             before = self._patches.distrust()  # the change may be in RocksDB: let it answer

@@ -6,6 +6,7 @@ Every row and every record enters a disk tier in such a file. Layout of its entr
     value  the row in its storage dtype; empty means that the key is deleted
 
 so that byte order is (table, numeric key). If a table has a ttl, the times of its rows are a table of their own, whose id has the highest bit set.
+So are the strings of its keys, if these are strings that are kept: UTF-8, under an id with the two highest bits set.
 Table id 0 holds the store's own records; their keys are two zero bytes and the record's name in UTF-8.
 
 Free functions; any thread may call them, several files may be written at once. RocksDB holds the interpreter lock while it writes. So the entries of
@@ -23,6 +24,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 import rocksdict
 import xxhash
 
@@ -35,12 +37,15 @@ META_TABLE = 0
 KEY_BYTES = 10
 MAX_TABLE_ID = 0xFFFF
 TIMES_BIT = 0x8000  # set in the id of a table's times
+MAX_TABLES_WITH_STRINGS = 0x3FFF
+_STRINGS_BITS = 0xC000
 _SIGN = np.int64(-(2**63))
 _BLOCK = 4096  # entries handed to RocksDB at a time
 _SHORT_BLOCK = 512  # about a quarter of a millisecond with the interpreter lock held
 _READ_BYTES = 1 << 20
 
-Entries = tuple[int, Keys, Rows, npt.NDArray[np.bool_] | None]
+# table id, keys, their rows, or values of any length as a `large_binary`, and which of them are deleted
+Entries = tuple[int, Keys, Rows | pa.Array, npt.NDArray[np.bool_] | None]
 
 
 Records = Mapping[str, bytes]
@@ -64,6 +69,11 @@ class SstFile:
 def times_id(table_id: int) -> int:
     """The table id of a table's times: rows of four bytes, with the keys of the table."""
     return table_id | TIMES_BIT
+
+
+def strings_id(table_id: int) -> int:
+    """The table id of the strings of a table's keys, of at most `MAX_TABLES_WITH_STRINGS` tables."""
+    return table_id | _STRINGS_BITS
 
 
 def pack_keys(table_id: int, keys: Keys) -> npt.NDArray[np.void]:
@@ -108,8 +118,8 @@ def write_sst(
 ) -> SstFile:
     """Write one sorted file and sync it.
 
-    `records` go to the store's own table. Each of `tables` is (table id, keys int64 [n] ascending and distinct, rows uint8 [n, row_bytes], deleted
-    bool [n] or None), in ascending order of ids. `delta` adds a Bloom filter, since most look-ups miss a delta. Needs at least one entry.
+    `records` go to the store's own table. Each of `tables` is (table id, keys int64 [n] ascending and distinct, rows uint8 [n, row_bytes] or
+    large_binary [n], deleted bool [n] or None), in ascending order of ids. `delta` adds a Bloom filter, since most look-ups miss a delta. Needs at least one entry.
 
     Raises ValueError when entries are out of order or there are none, StorageError when the disk fails or is full; no file is left then.
     """
@@ -159,8 +169,12 @@ def _blocks(records: Records, tables: Sequence[Entries], block: int) -> Iterator
             yield packed[part].tolist(), _values(rows[part], None if deleted is None else deleted[part])
 
 
-def _values(rows: Rows, deleted: npt.NDArray[np.bool_] | None) -> list[bytes]:
-    values: list[bytes] = np.ascontiguousarray(rows).view(f"V{rows.shape[1]}").ravel().tolist()
+def _values(rows: Rows | pa.Array, deleted: npt.NDArray[np.bool_] | None) -> list[bytes]:
+    values: list[bytes]
+    if isinstance(rows, pa.Array):
+        values = rows.to_pylist()
+    else:
+        values = np.ascontiguousarray(rows).view(f"V{rows.shape[1]}").ravel().tolist()
     if deleted is None or not deleted.any():
         return values
     marked = np.empty(len(values), object)

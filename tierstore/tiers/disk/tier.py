@@ -22,6 +22,7 @@ from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
 from tierstore.errors import Corruption, StorageError
 from tierstore.kernels.digest import digest_rows
@@ -155,12 +156,13 @@ class DiskTier:
         """None: only the driver reads RocksDB's files."""
         return None
 
-    def change(self, path: Path, records: Records, tables: Sequence[Entries]) -> None:
+    def change(self, path: Path, records: Records, tables: Sequence[Entries], strings: Sequence[Entries] = ()) -> None:
         """Take in a change of rows and records in one atomic step, through a file at `path`. One thread at a time.
 
-        `tables` as for `write_sst`. StorageError; then nothing has changed, and no file is left.
+        `tables` as for `write_sst`; of `strings`, which look-ups never read, the values are large_binary. StorageError;
+        then nothing has changed, and no file is left.
         """
-        file = self._write(path, records, tables)
+        file = self._write(path, records, sorted([*tables, *strings], key=itemgetter(0)))
         yield_to_requests()
         try:
             DiskTier.ingest(self, [file])
@@ -223,6 +225,20 @@ class DiskTier:
                 if sum(map(len, found)) >= count:
                     break
         return np.concatenate(found)[:count] if found else np.empty(0, np.int64)
+
+    def strings(self, table_id: int, batch: int = 16384) -> Iterator[tuple[Keys, pa.Array]]:
+        """The `strings` of changes in ascending order of keys: int64 [n], large_string [n]; one that is deleted is empty.
+
+        Sees the tier as it was when the first batch was read. Raises Corruption, Closed.
+        """
+        for stored, values in self._blocks(table_id, batch):
+            yield unpack_keys(stored), pa.array(values, pa.large_binary()).cast(pa.large_string())
+
+    def strings_of(self, table_id: int, keys: Keys) -> list[str]:
+        """The `strings` of changes of some keys; empty where there is none, or it is deleted. Corruption, Closed."""
+        with self._database.entered() as db, driver_errors(f"reading strings of table {table_id} of {self.path}"):
+            values: list[bytes | None] = db.get(pack_keys(table_id, keys).tolist())
+        return [(value or b"").decode() for value in values]
 
     def check_base(self) -> None:
         """Check, without reading rows, that the base's files are still the ones that were opened. Corruption, StorageError, Closed."""

@@ -8,6 +8,7 @@ from operator import itemgetter
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from tierstore.engine.data import row_count as rowcount
 from tierstore.engine.data.overlay import Overlay
@@ -56,7 +57,7 @@ class LocalRows:
         return True
 
     def fold(self, info: VersionInfo, overlay: Overlay) -> None:
-        """One atomic step of the disk tier: rows, watermark, and which dense part is valid."""
+        """One atomic step of the disk tier: rows, strings of their keys, watermark, and which dense part is valid."""
         disk, where, ids = self.disk, info.where, {name: int(table["id"]) for name, table in info.tables.items()}
         if overlay.heads:
             finish_dense(where, disk)  # a failed fold may have had another name
@@ -76,7 +77,13 @@ class LocalRows:
             for name, t in overlay.tables.items()
             if t.times is not None and name in info.times_ids
         ]
-        disk.change(where.build / f"delta-{overlay.hi}.sst", records, sorted([*rows, *times], key=itemgetter(0)))
+        strings = [
+            (info.strings_ids[name], t.keys, t.strings.cast(pa.large_binary()), t.deleted)
+            for name, t in overlay.tables.items()
+            if t.strings is not None and name in info.strings_ids
+        ]
+        changed = sorted([*rows, *times], key=itemgetter(0))
+        disk.change(where.build / f"delta-{overlay.hi}.sst", records, changed, strings)
         info.colliding = now_colliding
         info.set_counts(counts, overlay.hi)
         show_staged(where, overlay)

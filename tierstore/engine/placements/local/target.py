@@ -31,11 +31,11 @@ class LocalTarget:
         """Nothing: the directory is claimed by every load."""
 
     def place(self, build: Building, where: VersionDirectory, snapshot: Snapshot, progress: ProgressFn) -> BaseBuild:
-        """Build the files, move them in, and read everything back."""
+        """Build the files, move them in, read everything back, and keep the strings of keys."""
         with build(snapshot, self._own, progress=progress) as (bulk, built):
             bulk.ingest(built, where.db, first_records(where, snapshot.manifest, built))
             bulk.read_back(where.db)
-        return built
+            return bulk.keep_strings(built, where.strings, self._model.state.shared.settings.string_keys_size)
 
     def record(self, where: VersionDirectory, build: BaseBuild, manifest: Manifest) -> dict[str, Any]:
         return make_record(where, manifest, build)

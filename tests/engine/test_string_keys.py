@@ -1,0 +1,366 @@
+"""Strings of keys that a version keeps: what export, `hot` and `explain` make of them, and what happens without them."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+import tierstore
+from tests.collisions import digest, pair
+from tests.engine import scenes
+from tests.formats.disks import FailingDisk
+from tests.predict.onnx_models import linear
+from tierstore.engine.operations.restore import restore
+from tierstore.errors import Corruption, InvalidInput, TierstoreError
+from tierstore.formats import files
+
+pytestmark = pytest.mark.usefixtures("quick_loads")
+
+OPTIONS = {"host_budget": "4MiB", "load_workers": 1, "disk_threads": 2}
+BASE = {f"word-{i}": float(i % 500) for i in range(3000)} | {"w" * 9000: 7.0, "é": 8.0}
+CHANGED: dict[str, float | None] = {f"word-{i}": 1000.0 + i for i in range(0, 400, 7)}
+NEW: dict[str, float | None] = {"": 9.0, "n" * 130: 10.0, "n" * 40_000: 11.0, "日本": 12.0, "new": 13.0}
+GONE: dict[str, float | None] = dict.fromkeys(["word-1", "word-700", "é"])
+FIRST = {**CHANGED, **NEW, **GONE}
+SECOND: dict[str, float | None] = {"word-1": 21.0, "newer": 22.0, "new": 23.0, "word-2": None, "n" * 130: None}
+Values = Mapping[str, float | None]
+
+
+def vectors(values: Iterable[float | None]) -> np.ndarray:
+    column = np.array([0.0 if value is None else value for value in values], np.float32)
+    return np.repeat(column[:, None], 4, axis=1)
+
+
+def snapshot(root: Path, version: int = 1, values: Values = BASE, *, delta_seq: int = 0, ttl: bool = False) -> Path:
+    """A table `word` of string keys, read by row and in bags, and a table `item` of integers; a dense part over both."""
+    where = root / f"snapshot-{version}"
+    with tierstore.SnapshotWriter(where, model="ctr", version=version, delta_seq=delta_seq) as writer:
+        expiring = {"ttl_s": "30d", "time_column": "at"} if ttl else {}
+        word = writer.table("word", dim=4, dtype="float16", key="string", rows_per_shard=1100, **expiring)
+        times = np.full(len(values), scenes.time.time(), np.int64) if ttl else None
+        word.write(list(values), vectors(values.values()), times)
+        writer.table("item", dim=4).write(np.arange(100), vectors(range(100)))
+        writer.feature("word", table="word")
+        writer.feature("item", table="item")
+        writer.feature("bag", table="word", combiner="sum", padding_key="word-3")
+        writer.warmup("word", ["word-9", "nobody", "word-5", "word-1"])
+        writer.dense(linear({"word": [1.0, 2, 3, 4], "item": [0.5, 0, 0, 1]}))
+    return where
+
+
+def delta(seq: int, values: Values) -> bytes:
+    """Upserts, and deletes where the value is None."""
+    buffer = io.BytesIO()
+    with tierstore.DeltaWriter(buffer, model="ctr", seq=seq, event_time=scenes.time.time()) as writer:
+        if kept := [text for text, value in values.items() if value is not None]:
+            writer.upsert("word", kept, vectors(values[text] for text in kept))
+        if gone := [text for text, value in values.items() if value is None]:
+            writer.delete("word", gone)
+    return buffer.getvalue()
+
+
+def folded(store: tierstore.Store) -> None:
+    scenes.eventually(lambda: store.status()["models"]["ctr"]["overlays"] == 0, "everything is folded")
+
+
+def there(*changes: Values, base: Values = BASE) -> dict[str, float]:
+    """What is there after these deltas."""
+    merged = dict(base)
+    for change in changes:
+        merged |= change
+    return {text: value for text, value in merged.items() if value is not None}
+
+
+def exported_keys(where: Path) -> list[str]:
+    """The keys in the shards of an export, read by Arrow."""
+    manifest = json.loads((where / "snapshot.json").read_text())
+    (table,) = [of for of in manifest["tables"] if of["name"] == "word"]
+    columns = [pa.ipc.open_file(where / shard["path"]).read_all()["key"] for shard in table["shards"]]
+    return [key for column in columns for key in column.to_pylist()]
+
+
+def answers(store: tierstore.Store, keys: list[str]) -> list[np.ndarray]:
+    """Rows, found, bags and scores."""
+    ctr = store.model("ctr")
+    rows, found = ctr.lookup("word", keys, return_found=True)
+    bags = ctr.lookup_bags("bag", keys, np.arange(0, len(keys), 3))
+    score = ctr.predict({"word": keys[:50], "item": np.arange(50)})
+    return [rows, found, bags, *score.values()] if isinstance(score, dict) else [rows, found, bags, score]
+
+
+def check_export(store: tierstore.Store, root: Path, expected: Mapping[str, float]) -> None:
+    """An export has exactly these keys, and another store that loads it answers the same, and can export it again."""
+    store.export("ctr", root / "out")
+    assert sorted(exported_keys(root / "out")) == sorted(expected)
+    keys = [*expected, *(text for text in {**BASE, **FIRST, **SECOND} if text not in expected), "never"]
+    with tierstore.open(root / "other", **OPTIONS) as other:
+        other.load_snapshot(root / "out")
+        for ours, theirs in zip(answers(store, keys), answers(other, keys), strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+        rows, found = other.model("ctr").lookup("word", keys, return_found=True)
+        assert found.tolist() == [text in expected for text in keys]
+        np.testing.assert_array_equal(rows, vectors(expected.get(text, 0.0) for text in keys))
+        assert other.verify().problems == ()
+        other.export("ctr", root / "again")
+    assert exported_keys(root / "again") == exported_keys(root / "out")
+
+
+# --- export
+
+
+@pytest.mark.parametrize(("base", "ttl"), [("sealed", False), ("rocksdb", False), ("sealed", True)])
+def test_an_export_has_the_string_keys_of_snapshot_and_deltas(open_store, tmp_path, base, ttl):
+    """Changed, new and deleted keys, of deltas that are folded and of some that are not."""
+    store = open_store(base=base)
+    store.load_snapshot(snapshot(tmp_path, ttl=ttl))
+    store.apply_delta(delta(1, FIRST))
+    folded(store)
+    with store.model("ctr").view():  # what comes now is not folded
+        store.apply_delta(delta(2, SECOND))
+        check_export(store, tmp_path, there(FIRST, SECOND))
+    folded(store)
+    assert store.verify().problems == ()
+    assert np.load(tmp_path / "out/warmup/word.npy").tolist() == [b"word-9", b"word-5", b"word-1"]
+    store.close()
+
+
+def test_strings_of_merged_overlays_stay_with_their_rows(open_store, tmp_path):
+    store = open_store(fold_grace_s=60)
+    store.load_snapshot(snapshot(tmp_path))
+    changes: list[dict[str, float | None]] = [
+        {f"word-{i}": 50.0 + i + seq, f"delta-{seq}-{i}": float(seq), f"delta-{seq - 2}-{i}": None}
+        for seq in range(1, 9)
+        for i in (seq, 2 * seq)
+    ]
+    for seq, change in enumerate(changes, 1):
+        store.apply_delta(delta(seq, change))
+    check_export(store, tmp_path, there(*changes))
+
+
+def test_strings_come_back_with_a_start_and_with_a_replay(open_store, tmp_path):
+    store = open_store(fold_grace_s=60)
+    store.load_snapshot(snapshot(tmp_path))
+    store.apply_delta(delta(1, FIRST))
+    store.close()
+    store = open_store(fold_grace_s=0.0)
+    store.apply_delta(delta(2, SECOND))
+    folded(store)
+    store.close()
+    check_export(open_store(), tmp_path, there(FIRST, SECOND))
+
+
+def test_a_rollback_to_a_delta_has_the_strings_of_then(open_store, tmp_path):
+    store = open_store()
+    store.load_snapshot(snapshot(tmp_path))
+    store.apply_delta(delta(1, FIRST))
+    folded(store)
+    store.apply_delta(delta(2, SECOND))
+    folded(store)
+    store.rollback("ctr", to_seq=1)
+    check_export(store, tmp_path, there(FIRST))
+
+
+def test_a_backup_has_the_strings(open_store, tmp_path):
+    store = open_store()
+    store.load_snapshot(snapshot(tmp_path))
+    store.apply_delta(delta(1, FIRST))
+    folded(store)
+    store.backup("ctr", tmp_path / "backup")
+    store.close()
+    restore(tmp_path / "backup", tmp_path / "restored")
+    with tierstore.open(tmp_path / "restored", **OPTIONS) as other:
+        check_export(other, tmp_path, there(FIRST))
+
+
+def test_a_node_with_some_partitions_has_their_strings(open_store, tmp_path):
+    store = open_store(partition="0-1/4")
+    store.load_snapshot(snapshot(tmp_path))
+    from tierstore.formats.keys import as_codes, partition_of
+    from tierstore.types import KeyType
+
+    keys = np.array(list(BASE), object)
+    mine = partition_of(as_codes(keys, KeyType.STRING), 4) < 2
+    store.export("ctr", tmp_path / "out")
+    assert sorted(exported_keys(tmp_path / "out")) == sorted(keys[mine])
+
+
+# --- keys that share a hash
+
+
+def test_keys_that_share_a_hash_are_exported_each_with_its_row(open_store, tmp_path):
+    """A pair of the snapshot; a pair of one delta, of which the snapshot has one: the row that this one leaves is not exported."""
+    (a, b), (c, d) = pair(0), pair(1)
+    base = {a: 1.0, b: 2.0, c: 3.0, **{f"plain-{i}": 4.0 for i in range(200)}}
+    changed: dict[str, float | None] = {c: 30.0, d: 31.0, a: 10.0}
+    store = open_store()
+    store.load_snapshot(snapshot(tmp_path, values=base))
+    store.apply_delta(delta(1, changed))
+    folded(store)
+    assert store.verify().problems == ()
+    expected = there(changed, base=base)
+    store.export("ctr", tmp_path / "out")
+    assert sorted(exported_keys(tmp_path / "out")) == sorted(expected)
+    with tierstore.open(tmp_path / "other", **OPTIONS) as other:
+        other.load_snapshot(tmp_path / "out")
+        rows, found = other.model("ctr").lookup("word", list(expected), return_found=True)
+        assert found.all()
+        np.testing.assert_array_equal(rows, vectors(expected.values()))
+
+
+def test_explain_names_the_other_key_whose_row_is_answered(open_store, tmp_path):
+    a, b = pair(0)
+    store = open_store()
+    store.load_snapshot(snapshot(tmp_path, values={a: 1.0, "plain": 2.0}))
+    with store.model("ctr").view():  # so that the delta is not folded
+        store.apply_delta(delta(1, {"new": 3.0}))
+        entries = store.explain("ctr", "word", [b, a, "plain", "new", "nobody"])["keys"]
+    assert [entry["string"] for entry in entries] == [a, a, "plain", "new", None]
+    assert [repr(a) in entry["why"] for entry in entries] == [True, False, False, False, False]
+
+
+# --- hot keys
+
+
+def test_hot_keys_are_shown_as_strings(open_store, tmp_path):
+    """Of the snapshot and of a delta; the hash of a key that has no row."""
+    store = open_store()
+    store.load_snapshot(snapshot(tmp_path))
+    store.apply_delta(delta(1, {"new": 13.0, "": 9.0}))
+    folded(store)
+    store.shared.sampler.close()  # this test takes its turns
+    asked = ["word-7", "new", "", "nobody"]
+    for _ in range(3):  # by turns it samples for trials, and for counts of keys
+        store.shared.sampler.step(0.0)
+        store.model("ctr").lookup("word", asked)
+    store.shared.sampler.step(0.0)
+    shown = {entry["key"] for entry in store.model("ctr").cache("word", 10)["hottest"]}
+    assert shown == {*asked[:3], f"{digest('nobody') % 2**64:016x}"}
+
+
+# --- without strings
+
+
+@pytest.mark.parametrize(("size", "why"), [("1KiB", "would have taken more than"), (0, "loaded with")])
+def test_beyond_the_size_a_version_keeps_no_strings(open_store, tmp_path, size, why):
+    store = open_store(string_keys_size=size)
+    store.load_snapshot(snapshot(tmp_path))
+    store.apply_delta(delta(1, FIRST))
+    folded(store)
+    assert not (tmp_path / "data/models/ctr/1/strings").exists()
+    with pytest.raises(InvalidInput, match=f"table 'word' has string keys, .*{why} string_keys_size"):
+        store.export("ctr", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    assert store.verify().problems == ()
+    assert store.explain("ctr", "word", ["new"])["keys"][0]["string"] is None
+    store.close()
+    with open_store(string_keys_size="1GiB") as store:
+        store.load_snapshot(snapshot(tmp_path, 2, there(FIRST), delta_seq=1))
+        check_export(store, tmp_path, there(FIRST))
+
+
+def test_a_version_of_an_earlier_release_goes_on_and_says_why_it_has_no_strings(open_store, tmp_path):
+    store = open_store(string_keys_size=0)
+    store.load_snapshot(snapshot(tmp_path))
+    store.close()
+    record = tmp_path / "data/models/ctr/1/version.json"
+    document = json.loads(record.read_text())
+    del document["xxh3"], document["tables"]["word"]["strings"]
+    files.publish_record(record, document)
+    store = open_store()
+    store.apply_delta(delta(1, FIRST))
+    folded(store)
+    with pytest.raises(InvalidInput, match=r"an earlier release has loaded it.*load its snapshot again"):
+        store.export("ctr", tmp_path / "out")
+    assert store.model("ctr").lookup("word", ["new"]).tolist() == vectors([13.0]).tolist()
+    assert store.verify().problems == ()
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut off", "a byte", "another file"])
+def test_a_damaged_file_is_named_and_answers_go_on(open_store, tmp_path, damage):
+    store = open_store()
+    store.load_snapshot(snapshot(tmp_path))
+    store.close()
+    (path,) = (tmp_path / "data/models/ctr/1/strings").iterdir()
+    content = bytearray(path.read_bytes())
+    if damage == "missing":
+        path.unlink()
+    else:
+        content[len(content) // 3] ^= 1
+        path.write_bytes({"cut off": content[:-1], "a byte": content, "another file": bytes(len(content))}[damage])
+    store = open_store()
+    store.apply_delta(delta(1, FIRST))
+    folded(store)
+    with pytest.raises(Corruption, match=f"{path.name}.*load the version's snapshot again"):
+        store.export("ctr", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    (problem,) = store.verify().problems
+    assert path.name in problem
+    assert store.model("ctr").lookup("word", ["word-2", "new"]).tolist() == vectors([2.0, 13.0]).tolist()
+    assert {type(entry["key"]) for entry in store.model("ctr").cache("word", 5)["hottest"]} <= {str}
+    assert store.explain("ctr", "word", ["word-2"])["keys"][0]["found"]
+
+
+def test_a_row_without_its_string_is_found_by_verify_and_by_export(open_store, tmp_path, monkeypatch):
+    """As when an earlier release, which knows of no strings, has applied a delta."""
+    store = open_store()
+    store.load_snapshot(snapshot(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr("tierstore.engine.deltas.apply.encode_delta", _without_strings)
+        store.apply_delta(delta(1, NEW))
+        folded(store)
+    with pytest.raises(Corruption, match=r"table 'word': .* have no string that is their key's"):
+        store.export("ctr", tmp_path / "out")
+    (problem,) = store.verify().problems
+    assert "have no string" in problem
+
+
+def _without_strings(*given: Any, with_strings: Any, **options: Any) -> Any:
+    from tierstore.engine.data.overlay import encode_delta
+
+    return encode_delta(*given, **options)
+
+
+# --- what is cut off
+
+
+def test_a_load_that_fails_at_any_file_operation_leaves_none_or_all_of_the_strings(open_store, tmp_path):
+    store = open_store()
+    where = snapshot(tmp_path, values={f"word-{i}": float(i) for i in range(300)})
+    failed, at = 0, 0
+    while True:
+        disk = FailingDisk(at)
+        try:
+            with files.use(disk):
+                store.load_snapshot(where)
+        except TierstoreError:
+            failed += 1
+        if "ctr" in store.status()["models"] and store.model("ctr").versions:
+            assert len(exported(store, tmp_path / f"out-{at}")) == 300
+            if disk.operations <= at:
+                break
+            reset(store)
+        at += 1
+    assert failed > 10
+
+
+def exported(store: tierstore.Store, where: Path) -> list[str]:
+    model = store.model("ctr")
+    if model.active_version is None:
+        store.activate("ctr", next(iter(model.versions)))
+    store.export("ctr", where)
+    return exported_keys(where)
+
+
+def reset(store: tierstore.Store) -> None:
+    """Drop what is there."""
+    numbers = list(store.model("ctr").versions)
+    store.deactivate("ctr")
+    for number in numbers:
+        store.drop("ctr", number)
