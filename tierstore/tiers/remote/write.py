@@ -77,12 +77,14 @@ class Reached(NamedTuple):
     """What the tags of a line have, for a rollback.
 
     `newest`: the newest delta of which there are rows; `lowest`: the newest one that all tags have whole, None if tags are gone. `undone`: the newest
-    delta when a rollback of all tags had ended, None if none has. `begun`: the deltas to which tags are rolled back.
+    delta when the rollback of a tag has ended, None if none has; `left`: the tags whose rollback has not. `begun`: the deltas to which tags are rolled
+    back.
     """
 
     newest: int
     lowest: int | None
     undone: int | None
+    left: tuple[int, ...]
     begun: frozenset[int]
 
 
@@ -341,8 +343,8 @@ class Writer:
         self._on_tags(keep)
 
     @_reading
-    def lack_before(self, seqs: Sequence[int]) -> list[int]:
-        """The deltas, out of these, of which there are rows under a tag that has not kept what they replaced."""
+    def lack_before(self, seqs: Sequence[int], tags: Sequence[int] | None = None) -> list[int]:
+        """The deltas, out of these, of which there are rows under a tag, out of `tags`, that has not kept what they replaced."""
         if not seqs:
             return []
 
@@ -351,7 +353,7 @@ class Writer:
             sizes = [command(b"HSTRLEN", self._before_key(tag), b"%d" % seq) for seq in seqs]
             return {seq for seq, size in zip(seqs, self._call(tag, sizes), strict=True) if seq <= newest and not size}
 
-        found = set().union(*self._on_tags(lack))
+        found = set().union(*self._on_tags(lack, tags))
         return [seq for seq in seqs if seq in found]
 
     @_reading
@@ -381,15 +383,17 @@ class Writer:
 
         def read(tag: int) -> tuple[int, bytes | None, bytes | None, bytes | None]:
             later = watermark_key(self._tags[tag], self._model, self.version, self.line + 1)
-            asked = [command(b"HMGET", self._watermark_key(tag), SEQ, TO), command(b"HMGET", later, UNDONE, SEQ)]
-            (seq, to), (undone, later_seq) = self._call(tag, asked)
-            return self._newest(tag), seq, to, later_seq if undone is None else undone  # earlier releases have none
+            asked = [command(b"HMGET", self._watermark_key(tag), SEQ, TO), command(b"HGET", later, UNDONE)]
+            (seq, to), undone = self._call(tag, asked)
+            return self._newest(tag), seq, to, undone
 
         newest, seqs, tos, ends = zip(*self._on_tags(read), strict=True)
+        undone = max((int(end) for end in ends if end is not None), default=None)
         return Reached(
             max(newest),
             None if None in seqs else min(map(int, seqs)),
-            None if None in ends else min(map(int, ends)),
+            undone,
+            tuple(tag for tag, end in enumerate(ends) if end is None or int(end) != undone),
             frozenset(int(to) for to in tos if to is not None),
         )
 
@@ -412,7 +416,7 @@ class Writer:
         self._on_tags(replace)
         return later
 
-    def put_before(self, epoch: int, seq: int) -> None:
+    def put_before(self, epoch: int, seq: int, tags: Sequence[int] | None = None) -> None:
         """Put back the rows that a delta has replaced under the tags that have rows of it. For the line that was replaced.
 
         Fenced; Corruption if they are not kept.
@@ -427,9 +431,9 @@ class Writer:
             for table, codes, rows, found in _unpacked_rows(kept, self._row_bytes):
                 self._set_rows(tag, epoch, Change(table, codes, rows, ~found))
 
-        self._on_tags(put)
+        self._on_tags(put, tags)
 
-    def put_rows(self, epoch: int, changes: Sequence[Change]) -> None:
+    def put_rows(self, epoch: int, changes: Sequence[Change], tags: Sequence[int] | None = None) -> None:
         """Write a delta's rows to a line that cannot be read yet. Fenced."""
         grouped = [(change, *self._grouped(change.codes)) for change in changes]
 
@@ -438,13 +442,13 @@ class Writer:
                 at = order[starts[tag] : starts[tag + 1]]
                 self._set_rows(tag, epoch, Change(change.table, change.codes[at], change.rows[at], change.deleted[at]))
 
-        self._on_tags(put)
+        self._on_tags(put, tags)
 
-    def end_line(self, epoch: int, seq: int, digest: str) -> None:
+    def end_line(self, epoch: int, seq: int, digest: str, tags: Sequence[int] | None = None) -> None:
         """The rows are those of this line, with every delta up to `seq`: from now on it can be read. Fenced."""
         value = b"%d" % seq
         words = (SEQ, value, APPLYING, value, UNDONE, value, CHUNK, b"0", DIGEST, b"%s %s" % (value, digest.encode()))
-        self._on_tags(lambda tag: self._guarded(tag, epoch, [command(b"HSET", self._watermark_key(tag), *words)]))
+        self._on_tags(lambda tag: self._guarded(tag, epoch, [command(b"HSET", self._watermark_key(tag), *words)]), tags)
 
     def _set_rows(self, tag: int, epoch: int, change: Change) -> None:
         key, rows = self._rows_key(tag, change.table), np.ascontiguousarray(change.rows)

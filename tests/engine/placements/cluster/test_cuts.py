@@ -268,12 +268,13 @@ def test_progress_that_is_cut_off_loses_no_entry_that_rows_lack(connected: Clust
         assert epoch is not None
         cuts.after(calls, scripts.PROGRESS)
         try:
-            shared.progress(epoch, 1, 2, 3)
+            shared.progress(epoch, 1, None, 2, 3)
         except StorageError:
             assert cuts.happened
         assert log_of(shared)[-1] == (3, b"3")
         assert shared.pointer().marks.get(1, 0) == 2 or len(log_of(shared)) == 3
-        assert shared.progress(epoch, 1, 2, 3)
+        assert shared.progress(epoch, 1, None, 2, 3)
+        assert not shared.progress(epoch, 1, 1, 3), "another mark than it has"
         assert log_of(shared) == [(3, b"3")]
         if not cuts.happened:
             break

@@ -19,7 +19,8 @@ from tierstore.engine.placements.following.followed import Forked, LogEntry, Poi
 from tierstore.engine.placements.following.version_copies import READY
 from tierstore.engine.serving.order import ServingOrder
 from tierstore.engine.serving.undone import Undone
-from tierstore.errors import Conflict, NotFound, NotReady, Overloaded, SequenceGap
+from tierstore.errors import Conflict, Fenced, NotFound, NotReady, Overloaded, SequenceGap
+from tierstore.formats.names import dense_file
 from tierstore.tiers.answers import reading
 
 MODELS = b"ts:models"  # a set: the names of all models
@@ -167,9 +168,9 @@ class SharedModel:
 
     # --- side files
 
-    def put_file(self, number: int, name: str, data: bytes, *, first: bool = False) -> None:
-        """Put a side file of a version there. `first`: not over one that is there."""
-        self._cluster.call("HSETNX" if first else "HSET", f"{self._base}files:{number}", name, data)
+    def put_file(self, number: int, load: str, name: str, data: bytes) -> None:
+        """Put a side file of a version there, unless there is one, or the load with the token `load` has ended."""
+        self._run(scripts.PUT_FILE, [self._versions, f"{self._base}files:{number}"], number, load, name, data)
 
     @_reading
     def files(self, number: int, loaded_at_s: float) -> dict[str, bytes]:
@@ -189,18 +190,25 @@ class SharedModel:
         keys = [self._versions, self._current, *names]
         return bool(self._run(scripts.REMOVE_FILES, keys, number, _text(record)))
 
-    def keep_heads(self, number: int, seq: int, before: Mapping[str, bytes]) -> None:
-        """Keep the dense parts, by head, that a delta replaces; what was kept before is left alone."""
-        for name, graph in before.items():
-            self._cluster.call("HSETNX", f"{self._base}heads:{number}", f"{seq} {name}", graph)
+    def put_heads(self, epoch: int, number: int, seq: int, graphs: Mapping[str, bytes]) -> None:
+        """Put the dense parts of a delta there, by head, and keep those that they replace; what was kept before is left
+        alone. Fenced.
+        """
+        words = [word for head, graph in graphs.items() for word in (f"{seq} {head}", dense_file(head), graph)]
+        self._change_heads(scripts.PUT_HEADS, epoch, number, words)
 
     @_reading
-    def kept_heads(self, number: int, seq: int) -> dict[str, bytes]:
-        """What `keep_heads` has kept."""
-        there, begin = self._cluster.call("HKEYS", f"{self._base}heads:{number}"), f"{seq} "
-        names = [name for name in (field.decode() for field in there) if name.startswith(begin)]
-        graphs = self._cluster.call("HMGET", f"{self._base}heads:{number}", *names) if names else []
-        return {name.removeprefix(begin): graph or b"" for name, graph in zip(names, graphs, strict=True)}
+    def put_heads_back(self, epoch: int, number: int, after: int) -> None:
+        """Put the dense parts back that deltas above `after` have replaced, and keep them no longer. Fenced."""
+        fields = [of.decode().split(" ", 1) for of in self._cluster.call("HKEYS", f"{self._base}heads:{number}")]
+        newest_first = sorted(((_natural(seq), head) for seq, head in fields), reverse=True)
+        words = [word for seq, head in newest_first if seq > after for word in (f"{seq} {head}", dense_file(head))]
+        self._change_heads(scripts.PUT_HEADS_BACK, epoch, number, words)
+
+    def _change_heads(self, script: str, epoch: int, number: int, words: list[Any]) -> None:
+        keys = [self._lease, f"{self._base}files:{number}", f"{self._base}heads:{number}"]
+        if words and not self._run(script, keys, epoch, *words):
+            raise Fenced(f"the dense parts of version {number} of {self.name!r}: the lease is another node's")
 
     def forget_heads(self, number: int, upto: int) -> None:
         """Deltas up to `upto` are not rolled back any more."""
@@ -310,12 +318,13 @@ class SharedModel:
         owner, epoch = held.decode().split(" ")
         return owner, _natural(epoch)
 
-    def progress(self, epoch: int, number: int, mark: int, trim_below: int | None) -> bool:
-        """Report that all rows of a version have reached `mark`, and cut the log off. False if the lease is lost."""
-        below = "" if trim_below is None else trim_below
-        return bool(
-            self._run(scripts.PROGRESS, [self._lease, self._current, self._log], epoch, f"mark:{number}", mark, below)
-        )
+    def progress(self, epoch: int, number: int, before: int | None, mark: int, trim_below: int | None = None) -> bool:
+        """Report that all rows of a version have reached `mark`, and cut the log off.
+
+        False if the lease is lost, or the mark is not `before` any more.
+        """
+        words = [f"mark:{number}", *("" if seq is None else seq for seq in (before, mark, trim_below))]
+        return bool(self._run(scripts.PROGRESS, [self._lease, self._current, self._log], epoch, *words))
 
     @_reading
     def beat(self, node: str, report: Mapping[str, Any] | None) -> dict[str, dict[str, Any]]:
