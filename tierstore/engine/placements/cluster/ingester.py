@@ -291,7 +291,9 @@ class Ingester:
             entries = self._shared.read(after, BATCH)
             for entry in entries:
                 if entry.seq <= self._reached[info.number] and pointer.undone.range_of(entry.seq) is None:
-                    self._shared.put_heads(epoch, info.number, entry.seq, graphs_of(self._encode(info, entry)))
+                    self._shared.put_heads(
+                        epoch, info.number, entry.seq, entry.digest, graphs_of(self._encode(info, entry))
+                    )
             after = entries[-1].seq if entries else self._reached[info.number]
 
     def _apply(self, writer: Writer, info: VersionInfo, entry: LogEntry, epoch: int, *, has_heads: bool) -> None:
@@ -302,7 +304,7 @@ class Ingester:
         changes = changes_of(overlay)
         writer.keep_before(epoch, entry.seq, changes, entry.digest)
         if not has_heads:
-            self._shared.put_heads(epoch, info.number, entry.seq, graphs_of(overlay))
+            self._shared.put_heads(epoch, info.number, entry.seq, entry.digest, graphs_of(overlay))
         writer.apply_delta(epoch, entry.seq, changes, entry.digest)
 
     def _encode(self, info: VersionInfo, entry: LogEntry) -> Overlay:

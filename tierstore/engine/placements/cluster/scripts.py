@@ -249,12 +249,14 @@ return 1
 """
 )
 
-# KEYS: lease, files of a version, what is kept of its dense parts. ARGV: epoch, then for each dense part: the field
-# under which what it replaces is kept, its file, its graph. Returns 1, or 0 where the lease is another's by now.
+# KEYS: lease, files of a version, what is kept of its dense parts. ARGV: epoch, the seq of a delta, its digest, then
+# for each of its dense parts: the field under which what it replaces is kept, its file, its graph. Returns 1, or 0
+# where the lease is another's by now.
 PUT_HEADS = (
     _LEADS
     + """
-for i = 2, #ARGV, 3 do
+redis.call('HSET', KEYS[3], ARGV[2], ARGV[3])
+for i = 4, #ARGV, 3 do
   redis.call('HSETNX', KEYS[3], ARGV[i], redis.call('HGET', KEYS[2], ARGV[i + 1]) or '')
   redis.call('HSET', KEYS[2], ARGV[i + 1], ARGV[i + 2])
 end
@@ -262,12 +264,13 @@ return 1
 """
 )
 
-# KEYS: as for PUT_HEADS. ARGV: epoch, then fields with their files, the newest delta's first. Returns as PUT_HEADS.
+# KEYS: as for PUT_HEADS. ARGV: epoch, then fields with their files ('' for the delta itself), the newest first. Returns
+# as PUT_HEADS.
 PUT_HEADS_BACK = (
     _LEADS
     + """
 for i = 2, #ARGV, 2 do
-  local graph = redis.call('HGET', KEYS[3], ARGV[i])
+  local graph = ARGV[i + 1] ~= '' and redis.call('HGET', KEYS[3], ARGV[i])
   if graph then redis.call('HSET', KEYS[2], ARGV[i + 1], graph) end
   redis.call('HDEL', KEYS[3], ARGV[i])
 end

@@ -110,7 +110,7 @@ class Undo:
             overlay = self._encode(plan.info, entry)
             changes = changes_of(overlay)
             later.keep_before(epoch, overlay.hi, changes, entry.digest)
-            self._shared.put_heads(epoch, number, overlay.hi, graphs_of(overlay))
+            self._shared.put_heads(epoch, number, entry.seq, entry.digest, graphs_of(overlay))
             later.put_rows(epoch, changes, tags)
 
 
