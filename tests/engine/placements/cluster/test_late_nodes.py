@@ -217,8 +217,11 @@ def test_a_node_that_is_late_with_a_part_leaves_the_load_of_another_snapshot(
     with ThreadPoolExecutor(1) as threads:
         late = threads.submit(a.load_snapshot, scenes.write_snapshot(tmp_path / "earlier", stamp=9, default="mean"))
         assert stands.wait(60)
-        unclaimed(b)
-        b.load_snapshot(scenes.write_snapshot(tmp_path, default="mean"))
+        try:
+            unclaimed(a)
+            b.load_snapshot(scenes.write_snapshot(tmp_path, default="mean"))
+        finally:
+            go_on.set()
         with pytest.raises(Conflict, match=r"is being loaded by another node|is in the cluster already"):
             late.result(60)
     check_whole(b)
@@ -281,9 +284,9 @@ def test_a_node_that_is_late_with_the_end_of_a_load_leaves_the_dense_part_of_ano
     with ThreadPoolExecutor(2) as threads:
         late = threads.submit(a.load_snapshot, first)
         assert stop.stands.wait(60)
-        unclaimed(b)
-        now = threads.submit(b.load_snapshot, second, activate=False)
         try:
+            unclaimed(a)
+            now = threads.submit(b.load_snapshot, second, activate=False)
             assert began.wait(60)
         finally:
             stop.go_on.set()
