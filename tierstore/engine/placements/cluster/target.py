@@ -250,11 +250,11 @@ class ClusterTarget:
         number, count, load = snapshot.manifest.version, int(self._record["parts"]), self._load
         with self._writer(number) as writer:
             while True:
-                self._keep(number, None, at_once=True)
                 if (there := self._shared.version(number))["state"] == READY:
                     return None
                 if there.get("token") != self._record["token"]:
                     raise self._of_others(number)
+                self._keep(number, None, at_once=True)
                 done = load.state()
                 missing: list[int | str] = [part for part in range(count) if part not in done.parts]
                 mine = next((part for part in missing or [FINISH] if load.claim_part(part)), None)
