@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.errors import Conflict, Corruption, Fenced, RemoteUnavailable, SequenceGap, StorageError
+from tierstore.errors import Conflict, Corruption, Fenced, SequenceGap, StorageError
 from tierstore.kernels import partitions
 from tierstore.kernels.codec import address_of
 from tierstore.threads import Pool
@@ -91,13 +91,13 @@ class Reached(NamedTuple):
 class Writer:
     """Writes rows and watermarks of one version to the cluster. `row_bytes` is of each table, `line` that of the watermarks.
 
-    `wait_replicas`: a write counts once so many replicas have it (`WAIT`). `load`: the load that writes rows, which each tag compares: what a
+    `load`: the load that writes rows, which each tag compares: what a
     process sends that was stopped meanwhile, and whose load has ended, changes nothing. Empty: nothing is compared.
     """
 
     def __init__(
         self, cluster: Cluster, model: str, version: int, row_bytes: Mapping[str, int], tags: Sequence[bytes],
-        *, line: int = 0, load: str = "", is_on: Callable[[], bool] = lambda: False, timeout_s: float = 30.0, wait_replicas: int = 0,
+        *, line: int = 0, load: str = "", is_on: Callable[[], bool] = lambda: False, timeout_s: float = 30.0,
     ) -> None:  # fmt: skip
         """`is_on`: whether the load goes on, for a tag that has lost its name with a server."""
         self._cluster, self._model, self.version = cluster, model, version
@@ -105,7 +105,7 @@ class Writer:
         self._slots, self.line = [slot_of(tag) for tag in tags], line
         self._load, self._is_on = load.encode(), is_on
         self._ended = b"-" + self._load if load else b""
-        self._timeout_s, self._wait_replicas = timeout_s, wait_replicas
+        self._timeout_s = timeout_s
         self._script_bytes = cluster.engine.script_bytes
         self._threads = Pool(min(_THREADS, len(tags)), "tierstore-remote-write")
 
@@ -401,7 +401,7 @@ class Writer:
         """Refuse reads of this line from now on. Returns the writer of the next one, which can be read after `end_line`. Fenced."""
         later = Writer(
             self._cluster, self._model, self.version, self._row_bytes, self._tags, line=self.line + 1,
-            timeout_s=self._timeout_s, wait_replicas=self._wait_replicas,
+            timeout_s=self._timeout_s,
         )  # fmt: skip
 
         def replace(tag: int) -> None:
@@ -533,16 +533,7 @@ class Writer:
 
     @_reading
     def _call(self, tag: int, packed: list[Any]) -> list[Any]:
-        if not self._wait_replicas:
-            return call(self._cluster, self._slots[tag], packed, timeout_s=self._timeout_s)
-        wait = command(b"WAIT", b"%d" % self._wait_replicas, b"%d" % int(self._timeout_s * 1000))
-        *replies, have = call(self._cluster, self._slots[tag], [*packed, wait], timeout_s=self._timeout_s)
-        if have < self._wait_replicas:
-            raise RemoteUnavailable(
-                f"{have} replicas have what was written to slot {self._slots[tag]}, expected {self._wait_replicas} "
-                "(`remote_wait_replicas`): check the cluster's replicas"
-            )
-        return replies
+        return call(self._cluster, self._slots[tag], packed, timeout_s=self._timeout_s)
 
     def _on_tags(self, work: Callable[[int], T], tags: Sequence[int] | None = None) -> list[T]:
         """`work(tag)` for all tags, several at a time; raises the first error after all have ended."""
