@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from tierstore.errors import Overloaded, RemoteUnavailable
 from tierstore.kernels.partitions import match_sorted
-from tierstore.tiers.machines import Machines
 from tierstore.types import Keys, Rows, States, Tier
 
 _REQUEST_BYTES = 64  # of a key on its way, beside its row
@@ -50,6 +49,16 @@ class Watermarks(NamedTuple):
         return Watermarks(np.minimum(self.low, other.low), np.maximum(self.high, other.high))
 
 
+class LookupLimits(Protocol):
+    """Limits of the look-ups of all tables together."""
+
+    @property
+    def timeout_s(self) -> float: ...
+    def check_open(self) -> None: ...
+    def reserve(self, size: int) -> bool: ...
+    def release(self, size: int) -> None: ...
+
+
 class Bounds(NamedTuple):
     """The deltas that rows of a read may have: none above `upto` (None: no limit), and all up to `floor`."""
 
@@ -77,14 +86,11 @@ class _Follow(NamedTuple):
 
 
 class JoinedTable:
-    """One table of one version; a subclass implements the reading. `parts`: of its watermarks.
+    """One table of one version; a subclass implements the reading. `parts`: of its watermarks."""
 
-    `machines` limits the look-ups of all tables together.
-    """
-
-    def __init__(self, machines: Machines[Any, Any], row_bytes: int, parts: int) -> None:
+    def __init__(self, limits: LookupLimits, row_bytes: int, parts: int) -> None:
         # constant after construction
-        self._machines, self.row_bytes, self._parts = machines, row_bytes, parts
+        self._limits, self.row_bytes, self._parts = limits, row_bytes, parts
         # guarded by _lock
         self._lock = threading.Lock()
         self._reading: list[_Reading] = []
@@ -112,22 +118,22 @@ class JoinedTable:
         (PENDING); after all others are answered, RemoteUnavailable is raised with their codes in `.keys`. Raises Overloaded (nothing was read) if
         look-ups already wait for too many bytes, and Closed.
         """
-        self._machines.check_open()
+        self._limits.check_open()
         size = self.row_bytes
         if rows.shape != (len(codes), size) or rows.dtype != np.uint8 or (len(codes) and rows.strides[1] != 1):
             raise ValueError(f"expected rows uint8[{len(codes)}, {size}], got {rows.dtype}{list(rows.shape)}")
         if deadline_s is None:
-            deadline_s = time.monotonic() + self._machines.timeout_s
+            deadline_s = time.monotonic() + self._limits.timeout_s
         if not len(codes):
             return Watermarks.none(self._parts)
         codes = np.ascontiguousarray(codes)
         waiting = len(codes) * (size + _REQUEST_BYTES)
-        if not self._machines.reserve(waiting):
+        if not self._limits.reserve(waiting):
             raise Overloaded("look-ups wait for as many bytes of other machines as `outstanding_bytes` allows")
         try:
             return self._fetch(codes, rows, state, deadline_s, Bounds(upto, floor))
         finally:
-            self._machines.release(waiting)
+            self._limits.release(waiting)
 
     def _fetch(self, codes: Keys, rows: Rows, state: States, deadline_s: float, bounds: Bounds) -> Watermarks:
         reading, wanted, follows = self._join(codes, bounds)
@@ -157,7 +163,7 @@ class JoinedTable:
                 watermarks = watermarks.with_others(got)
         if again and (found := read(np.sort(np.concatenate(again)))):
             watermarks = watermarks.with_others(found)
-        self._machines.check_open()
+        self._limits.check_open()
         if failures:
             keys = sorted({key for error in failures for key in error.keys})
             raise RemoteUnavailable("; ".join(dict.fromkeys(map(str, failures))), keys=keys)
