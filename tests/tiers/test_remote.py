@@ -130,9 +130,8 @@ class BehindACacheOnSsd:
 
     def __init__(self, rows: Any, tables: dict[int, RemoteTable], cache: SsdCache) -> None:
         self._rows, self._tables, self._cache, self._seq = rows, tables, cache, 0
-        self._base = RemoteRows("a version", tables, 0, "refuse", cache=cache)
-        for number in tables:
-            self._base.keep(number, 100_000, ROW_BYTES)
+        sizes = dict.fromkeys(tables, 100_000)
+        self._base = RemoteRows("a version", tables, 0, "refuse", cache=cache, rows=sizes)
 
     def get(self, table_id: int, keys: Keys, rows: Rows, state: States) -> None:
         wanted = state.copy()

@@ -114,7 +114,7 @@ QUESTIONS: dict[str, Callable[[Cluster], object]] = {
 
 
 def _writer(cluster: Cluster, question: Callable[[Writer], object]) -> object:
-    with Writer(cluster, "ctr", 1, {"item": 8}, [b"0"], timeout_s=0.3, wait_replicas=1) as writer:
+    with Writer(cluster, "ctr", 1, {"item": 8}, [b"0"], timeout_s=0.3) as writer:
         return question(writer)
 
 

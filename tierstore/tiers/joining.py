@@ -90,7 +90,7 @@ class JoinedTable:
 
     def __init__(self, limits: LookupLimits, row_bytes: int, parts: int) -> None:
         # constant after construction
-        self._limits, self._row_bytes, self._parts = limits, row_bytes, parts
+        self._limits, self.row_bytes, self._parts = limits, row_bytes, parts
         # guarded by _lock
         self._lock = threading.Lock()
         self._reading: list[_Reading] = []
@@ -119,7 +119,7 @@ class JoinedTable:
         look-ups already wait for too many bytes, and Closed.
         """
         self._limits.check_open()
-        size = self._row_bytes
+        size = self.row_bytes
         if rows.shape != (len(codes), size) or rows.dtype != np.uint8 or (len(codes) and rows.strides[1] != 1):
             raise ValueError(f"expected rows uint8[{len(codes)}, {size}], got {rows.dtype}{list(rows.shape)}")
         if deadline_s is None:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.errors import Conflict, Corruption, Fenced, RemoteUnavailable, SequenceGap, StorageError
+from tierstore.errors import Conflict, Corruption, Fenced, SequenceGap, StorageError
 from tierstore.kernels import partitions
 from tierstore.kernels.codec import address_of
 from tierstore.threads import Pool
@@ -77,25 +77,27 @@ class Reached(NamedTuple):
     """What the tags of a line have, for a rollback.
 
     `newest`: the newest delta of which there are rows; `lowest`: the newest one that all tags have whole, None if tags are gone. `undone`: the newest
-    delta when a rollback of all tags had ended, None if none has. `begun`: the deltas to which tags are rolled back.
+    delta when the rollback of a tag has ended, None if none has; `left`: the tags whose rollback has not. `begun`: the deltas to which tags are rolled
+    back.
     """
 
     newest: int
     lowest: int | None
     undone: int | None
+    left: tuple[int, ...]
     begun: frozenset[int]
 
 
 class Writer:
     """Writes rows and watermarks of one version to the cluster. `row_bytes` is of each table, `line` that of the watermarks.
 
-    `wait_replicas`: a write counts once so many replicas have it (`WAIT`). `load`: the load that writes rows, which each tag compares: what a
+    `load`: the load that writes rows, which each tag compares: what a
     process sends that was stopped meanwhile, and whose load has ended, changes nothing. Empty: nothing is compared.
     """
 
     def __init__(
         self, cluster: Cluster, model: str, version: int, row_bytes: Mapping[str, int], tags: Sequence[bytes],
-        *, line: int = 0, load: str = "", is_on: Callable[[], bool] = lambda: False, timeout_s: float = 30.0, wait_replicas: int = 0,
+        *, line: int = 0, load: str = "", is_on: Callable[[], bool] = lambda: False, timeout_s: float = 30.0,
     ) -> None:  # fmt: skip
         """`is_on`: whether the load goes on, for a tag that has lost its name with a server."""
         self._cluster, self._model, self.version = cluster, model, version
@@ -103,7 +105,7 @@ class Writer:
         self._slots, self.line = [slot_of(tag) for tag in tags], line
         self._load, self._is_on = load.encode(), is_on
         self._ended = b"-" + self._load if load else b""
-        self._timeout_s, self._wait_replicas = timeout_s, wait_replicas
+        self._timeout_s = timeout_s
         self._script_bytes = cluster.engine.script_bytes
         self._threads = Pool(min(_THREADS, len(tags)), "tierstore-remote-write")
 
@@ -341,8 +343,8 @@ class Writer:
         self._on_tags(keep)
 
     @_reading
-    def lack_before(self, seqs: Sequence[int]) -> list[int]:
-        """The deltas, out of these, of which there are rows under a tag that has not kept what they replaced."""
+    def lack_before(self, seqs: Sequence[int], tags: Sequence[int] | None = None) -> list[int]:
+        """The deltas, out of these, of which there are rows under a tag, out of `tags`, that has not kept what they replaced."""
         if not seqs:
             return []
 
@@ -351,7 +353,7 @@ class Writer:
             sizes = [command(b"HSTRLEN", self._before_key(tag), b"%d" % seq) for seq in seqs]
             return {seq for seq, size in zip(seqs, self._call(tag, sizes), strict=True) if seq <= newest and not size}
 
-        found = set().union(*self._on_tags(lack))
+        found = set().union(*self._on_tags(lack, tags))
         return [seq for seq in seqs if seq in found]
 
     @_reading
@@ -381,15 +383,17 @@ class Writer:
 
         def read(tag: int) -> tuple[int, bytes | None, bytes | None, bytes | None]:
             later = watermark_key(self._tags[tag], self._model, self.version, self.line + 1)
-            asked = [command(b"HMGET", self._watermark_key(tag), SEQ, TO), command(b"HMGET", later, UNDONE, SEQ)]
-            (seq, to), (undone, later_seq) = self._call(tag, asked)
-            return self._newest(tag), seq, to, later_seq if undone is None else undone  # earlier releases have none
+            asked = [command(b"HMGET", self._watermark_key(tag), SEQ, TO), command(b"HGET", later, UNDONE)]
+            (seq, to), undone = self._call(tag, asked)
+            return self._newest(tag), seq, to, undone
 
         newest, seqs, tos, ends = zip(*self._on_tags(read), strict=True)
+        undone = max((int(end) for end in ends if end is not None), default=None)
         return Reached(
             max(newest),
             None if None in seqs else min(map(int, seqs)),
-            None if None in ends else min(map(int, ends)),
+            undone,
+            tuple(tag for tag, end in enumerate(ends) if end is None or int(end) != undone),
             frozenset(int(to) for to in tos if to is not None),
         )
 
@@ -397,7 +401,7 @@ class Writer:
         """Refuse reads of this line from now on. Returns the writer of the next one, which can be read after `end_line`. Fenced."""
         later = Writer(
             self._cluster, self._model, self.version, self._row_bytes, self._tags, line=self.line + 1,
-            timeout_s=self._timeout_s, wait_replicas=self._wait_replicas,
+            timeout_s=self._timeout_s,
         )  # fmt: skip
 
         def replace(tag: int) -> None:
@@ -412,7 +416,7 @@ class Writer:
         self._on_tags(replace)
         return later
 
-    def put_before(self, epoch: int, seq: int) -> None:
+    def put_before(self, epoch: int, seq: int, tags: Sequence[int] | None = None) -> None:
         """Put back the rows that a delta has replaced under the tags that have rows of it. For the line that was replaced.
 
         Fenced; Corruption if they are not kept.
@@ -427,9 +431,9 @@ class Writer:
             for table, codes, rows, found in _unpacked_rows(kept, self._row_bytes):
                 self._set_rows(tag, epoch, Change(table, codes, rows, ~found))
 
-        self._on_tags(put)
+        self._on_tags(put, tags)
 
-    def put_rows(self, epoch: int, changes: Sequence[Change]) -> None:
+    def put_rows(self, epoch: int, changes: Sequence[Change], tags: Sequence[int] | None = None) -> None:
         """Write a delta's rows to a line that cannot be read yet. Fenced."""
         grouped = [(change, *self._grouped(change.codes)) for change in changes]
 
@@ -438,13 +442,13 @@ class Writer:
                 at = order[starts[tag] : starts[tag + 1]]
                 self._set_rows(tag, epoch, Change(change.table, change.codes[at], change.rows[at], change.deleted[at]))
 
-        self._on_tags(put)
+        self._on_tags(put, tags)
 
-    def end_line(self, epoch: int, seq: int, digest: str) -> None:
+    def end_line(self, epoch: int, seq: int, digest: str, tags: Sequence[int] | None = None) -> None:
         """The rows are those of this line, with every delta up to `seq`: from now on it can be read. Fenced."""
         value = b"%d" % seq
         words = (SEQ, value, APPLYING, value, UNDONE, value, CHUNK, b"0", DIGEST, b"%s %s" % (value, digest.encode()))
-        self._on_tags(lambda tag: self._guarded(tag, epoch, [command(b"HSET", self._watermark_key(tag), *words)]))
+        self._on_tags(lambda tag: self._guarded(tag, epoch, [command(b"HSET", self._watermark_key(tag), *words)]), tags)
 
     def _set_rows(self, tag: int, epoch: int, change: Change) -> None:
         key, rows = self._rows_key(tag, change.table), np.ascontiguousarray(change.rows)
@@ -529,16 +533,7 @@ class Writer:
 
     @_reading
     def _call(self, tag: int, packed: list[Any]) -> list[Any]:
-        if not self._wait_replicas:
-            return call(self._cluster, self._slots[tag], packed, timeout_s=self._timeout_s)
-        wait = command(b"WAIT", b"%d" % self._wait_replicas, b"%d" % int(self._timeout_s * 1000))
-        *replies, have = call(self._cluster, self._slots[tag], [*packed, wait], timeout_s=self._timeout_s)
-        if have < self._wait_replicas:
-            raise RemoteUnavailable(
-                f"{have} replicas have what was written to slot {self._slots[tag]}, expected {self._wait_replicas} "
-                "(`remote_wait_replicas`): check the cluster's replicas"
-            )
-        return replies
+        return call(self._cluster, self._slots[tag], packed, timeout_s=self._timeout_s)
 
     def _on_tags(self, work: Callable[[int], T], tags: Sequence[int] | None = None) -> list[T]:
         """`work(tag)` for all tags, several at a time; raises the first error after all have ended."""

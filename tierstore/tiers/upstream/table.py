@@ -69,7 +69,7 @@ class UpstreamTable(JoinedTable):
     def __init__(self, nodes: Nodes, model: str, version: int, table: str, row_bytes: int, source: OwnerSource) -> None:
         super().__init__(nodes.machines, row_bytes, 1)
         # constant after construction
-        self.nodes, self.row_bytes, self.source = nodes, row_bytes, source
+        self.nodes, self.source = nodes, source
         self.path = wire.rows_path(model, version, table)
         self.name = f"table {table} of {model}, version {version},"
 

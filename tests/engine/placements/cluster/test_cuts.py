@@ -18,10 +18,11 @@ from tests.engine.placements.cluster.cuts import Cuts, hide
 from tests.engine.placements.cluster.scenes import OpenNode, member
 from tests.redis_cluster import RedisCluster
 from tierstore.engine.placements.cluster import scripts
+from tierstore.engine.placements.cluster.shared_load import LoadState, PartTable, SharedLoad
 from tierstore.engine.placements.cluster.shared_model import Owed, Recovering, SharedModel
 from tierstore.engine.placements.following.rows import RemoteRows
 from tierstore.engine.store import Store
-from tierstore.errors import Conflict, Corruption, Overloaded, StorageError
+from tierstore.errors import Conflict, Corruption, Fenced, Overloaded, StorageError
 from tierstore.formats.delta.reader import read_delta
 from tierstore.tiers.remote.cluster import Cluster, connect
 from tierstore.tiers.remote.engines import Engine
@@ -268,15 +269,62 @@ def test_progress_that_is_cut_off_loses_no_entry_that_rows_lack(connected: Clust
         assert epoch is not None
         cuts.after(calls, scripts.PROGRESS)
         try:
-            shared.progress(epoch, 1, 2, 3)
+            shared.progress(epoch, 1, None, 2, 3)
         except StorageError:
             assert cuts.happened
         assert log_of(shared)[-1] == (3, b"3")
         assert shared.pointer().marks.get(1, 0) == 2 or len(log_of(shared)) == 3
-        assert shared.progress(epoch, 1, 2, 3)
+        assert shared.progress(epoch, 1, None, 2, 3)
+        assert not shared.progress(epoch, 1, 1, 3), "another mark than it has"
         assert log_of(shared) == [(3, b"3")]
         if not cuts.happened:
             break
+
+
+def test_dense_parts_that_are_cut_off_are_put_there_and_put_back_by_the_next_try(
+    connected: Cluster, cuts: Cuts
+) -> None:
+    for script, calls in itertools.product((scripts.PUT_HEADS, scripts.PUT_HEADS_BACK), range(12)):
+        shared = begun(connected)
+        epoch = shared.acquire("a", 60.0) or 0
+        files, kept = f"{shared._base}files:1", f"{shared._base}heads:1"
+        before = {b"dense.onnx": b"first", b"dense.cvr.onnx": b"second"}
+        connected.call("HSET", files, *(word for pair in before.items() for word in pair))
+        cuts.after(calls, script)
+        for seq, graphs in ((7, {"": b"third"}), (8, {"": b"", "cvr": b"fourth", "of": b"fifth"})):
+            twice_if_cut(shared.put_heads, epoch, 1, seq, f"0{seq}", graphs)
+        assert connected.call("HGETALL", files) == {
+            b"dense.onnx": b"", b"dense.cvr.onnx": b"fourth", b"dense.of.onnx": b"fifth"
+        }  # fmt: skip
+        assert connected.call("HGETALL", kept) == {
+            b"7": b"07", b"7 ": b"first", b"8": b"08", b"8 ": b"third", b"8 cvr": b"second", b"8 of": b""
+        }  # fmt: skip
+        twice_if_cut(shared.put_heads_back, epoch, 1, 6)
+        assert connected.call("HGETALL", files) == before | {b"dense.of.onnx": b""}
+        assert not connected.call("EXISTS", kept)
+        shared.release("a")
+        with pytest.raises(Fenced):
+            shared.put_heads(epoch, 1, 9, "09", {"": b"late"})
+        assert connected.call("HGET", files, "dense.onnx") == b"first"
+
+
+def test_notes_of_a_load_that_are_cut_off_are_made_by_the_next_try(connected: Cluster, cuts: Cuts) -> None:
+    for script, calls in itertools.product((scripts.NOTE, scripts.END, scripts.PUT_FILE), range(7)):
+        shared = begun(connected)
+        load = SharedLoad(shared, 1, "a")
+        assert load.claim("token")
+        shared.record(1, None, {"state": "loading", "token": "token"})
+        cuts.after(calls, script)
+        part = {"item": PartTable(3, 7, [0.5], 0, [1, 2])}
+        for content in (b"first", b"later"):
+            twice_if_cut(shared.put_file, 1, "token", "dense.onnx", content)
+        twice_if_cut(load.checkpoint, "file", 5)
+        twice_if_cut(load.finish_part, 2, part, ["file"])
+        assert connected.call("HGETALL", f"{shared._base}files:1") == {b"dense.onnx": b"first"}
+        assert load.state() == LoadState({2: part}, {}, 0, None)
+        twice_if_cut(load.end)
+        assert load.state() == LoadState({}, {}, 0, None)
+        assert not connected.call("EXISTS", f"{shared._base}loader:1")
 
 
 def test_a_report_that_is_cut_off_leaves_no_node_that_is_waited_for_without_end(
@@ -484,6 +532,11 @@ def refused(change: Callable[..., object], *words: Any) -> bool:
     except StorageError:
         return True
     return False
+
+
+def twice_if_cut(change: Callable[..., object], *words: Any) -> None:
+    if refused(change, *words):
+        change(*words)
 
 
 def goes_on(nodes: Nodes, cuts: Cuts, server_dies: bool) -> None:

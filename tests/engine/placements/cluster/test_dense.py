@@ -12,11 +12,14 @@ import pytest
 import tierstore
 from tests.engine import scenes
 from tests.engine.placements.cluster.scenes import OpenNode, has_version, member
+from tests.redis_cluster import RedisCluster
 from tierstore.engine.placements.cluster import ingester
 from tierstore.engine.placements.cluster.shared_model import SharedModel
 from tierstore.engine.placements.following import follower
 from tierstore.engine.store import Store
 from tierstore.errors import NotFound
+from tierstore.tiers.remote.cluster import connect
+from tierstore.tiers.remote.write import Writer
 
 pytestmark = pytest.mark.usefixtures("quick_loads")
 
@@ -25,6 +28,7 @@ from tests.engine.reads import test_heads as heads  # noqa: E402
 from tests.predict import onnx_models  # noqa: E402
 
 KEYS = np.arange(1, 9)
+DIMS = sorted(scenes.DIM.items())
 
 
 def graph(stamp: int) -> bytes:
@@ -114,3 +118,120 @@ def test_nodes_of_a_cluster_have_the_same_heads_whenever_they_begin(open_node: O
         assert (heads.predict(node, ""), heads.predict(node, "cvr")) == ((2, 1), (2, 20))
         with pytest.raises(NotFound, match="no head 'ltv'"):
             heads.predict(node, "ltv")
+
+
+# --- a graph goes where its delta goes
+
+
+class Refused:
+    """Has the rows of a delta refused until that is over; those of later deltas wait for it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, seq: int) -> None:
+        self.happened, self.over = threading.Event(), threading.Event()
+        apply = Writer.apply_delta
+
+        def refuse(this: Writer, epoch: int, of: int, *words: Any) -> Any:
+            if of == seq and not self.over.is_set():
+                self.happened.set()
+                raise tierstore.errors.StorageError("the rows cannot be written")
+            return apply(this, epoch, of, *words)
+
+        monkeypatch.setattr(Writer, "apply_delta", refuse)
+
+
+def begun(open_node: OpenNode, tmp_path: Path, *seqs: int) -> Store:
+    """A node that serves version 1 with these deltas in its rows."""
+    node = open_node("a")
+    node.load_snapshot(scenes.write_snapshot(tmp_path, dense=graph(0)))
+    for seq in seqs:
+        node.apply_delta(delta(seq))
+    scenes.eventually(lambda: marked(node, len(seqs)), "all rows have them, and the cluster says so", 60)
+    return node
+
+
+def marked(node: Store, seq: int) -> bool:
+    return folded(node) and member(node).shared.pointer().marks.get(1, 0) == seq
+
+
+def rows_alone(seq: int, stamp: int) -> bytes:
+    return scenes.delta(seq, {table: (range(10), np.full((10, dim), stamp, np.float32)) for table, dim in DIMS})
+
+
+@pytest.mark.parametrize("with_graph", [True, False])
+def test_the_graph_of_a_delta_that_is_lost_goes_though_another_one_has_its_seq(
+    open_node: OpenNode, cluster: RedisCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_graph: bool
+) -> None:
+    """It was put into the cluster, and then the log had lost its delta, of which no row was there."""
+    a = begun(open_node, tmp_path, 1)
+    refused = Refused(monkeypatch, 2)
+    a.apply_delta(scenes.delta(2, dense=graph(9)))
+    assert refused.happened.wait(60)
+    digest = a.model("ctr").log.digest(1)
+    a.close()
+    refused.over.set()
+    connected = connect(cluster.url)
+    shared = SharedModel(connected, "ctr")
+    connected.call("XDEL", shared._log, "2-0")
+    connected.call("XSETID", shared._log, "1-0")
+    connected.call("HSET", shared._current, "seq", 1, "digest", f"1 {digest}")
+    connected.close()
+    b, stamp = open_node("b"), 2 if with_graph else 1
+    b.apply_delta(delta(2) if with_graph else rows_alone(2, 1))
+    scenes.eventually(lambda: marked(b, 2), "it is in the rows", 60)
+    assert stamp_of(b) == stamp
+    assert stamp_of(open_node("c")) == stamp
+    b.rollback("ctr", to_seq=1)
+    assert stamp_of(b) == 1
+    assert stamp_of(open_node("d")) == 1
+
+
+def test_a_graph_that_a_server_has_lost_comes_again_with_its_delta(open_node: OpenNode, tmp_path: Path) -> None:
+    a = begun(open_node, tmp_path, 1)
+    shared = member(a).shared
+    call, keys = shared._cluster.call, [f"{shared._base}{what}" for what in ("current", "log", "files:1", "heads:1")]
+    then = {key: call("DUMP", key) for key in keys}
+    a.apply_delta(delta(2))
+    scenes.eventually(lambda: marked(a, 2), "it is in the rows", 60)
+    for key, packed in then.items():
+        call("RESTORE", key, 0, packed, "REPLACE")
+    scenes.eventually(lambda: shared.pointer().seq == 2, "the node puts the delta back", 60)
+    scenes.eventually(lambda: marked(a, 2), "its rows are there", 60)
+    assert stamp_of(open_node("b")) == 2
+    a.rollback("ctr", to_seq=1)
+    assert stamp_of(open_node("c")) == 1
+
+
+def test_a_rollback_undoes_a_graph_whose_delta_no_row_has_yet(
+    open_node: OpenNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a = begun(open_node, tmp_path, 1)
+    refused = Refused(monkeypatch, 2)
+    a.apply_delta(delta(2))
+    assert refused.happened.wait(60)
+    a.rollback("ctr", to_seq=1)
+    refused.over.set()
+    assert stamp_of(a) == 1
+    assert stamp_of(open_node("b")) == 1
+
+
+def test_a_graph_is_not_put_over_a_newer_one_when_a_server_has_lost_rows(
+    open_node: OpenNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ingester, "CLEAN_EVERY_S", 0.05)
+    a = begun(open_node, tmp_path)
+    shared = member(a).shared
+    call, tag = shared._cluster.call, shared.versions()[1]["tags"][0]
+    keys = [f"ts:{{{tag}}}:ctr:1{of}" for of in ("", ":item", ":user")]
+    then = {key: call("DUMP", key) for key in keys}
+    for seq in (1, 2):
+        a.apply_delta(delta(seq))
+    scenes.eventually(lambda: marked(a, 2), "they are in the rows", 60)
+    refused = Refused(monkeypatch, 1)
+    for key, packed in then.items():
+        call("RESTORE", key, 0, packed, "REPLACE")
+    assert refused.happened.wait(60)  # it is applied again, and then delta 2 is
+    files = shared.files(1, shared.versions()[1]["record"]["loaded_at_s"])
+    assert files["dense.onnx"] == graph(2)
+    refused.over.set()
+    scenes.eventually(lambda: marked(a, 2), "both are in the rows again", 60)
+    assert stamp_of(open_node("b")) == 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -87,23 +86,29 @@ def other_one_is_refused_and_the_lost_one_is_done(store: Store, expected: Expect
     expected.check(store)
 
 
+@pytest.mark.parametrize("waits", [False, True], ids=["who wants it is gone", "who wants it waits"])
 def test_after_a_rollback_that_the_cluster_has_lost_midway_no_other_one_is_done(
-    open_node: OpenNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    open_node: OpenNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waits: bool
 ) -> None:
     store, expected = ten_deltas(open_node, tmp_path)
     shared, put_before, lost = member(store).shared, Writer.put_before, threading.Event()
 
-    def put(self: Writer, epoch: int, seq: int) -> None:
+    def put(self: Writer, epoch: int, seq: int, *tags: Any) -> None:
         if seq == 6 and not lost.is_set():  # 10, 9, 8 and 7 are put back
             shared._cluster.call("HSET", shared._current, "rollback", "")
             shared._cluster.call("HINCRBY", shared._current, "generation", 1)
             lost.set()
             raise tierstore.errors.StorageError("a server is gone")
-        put_before(self, epoch, seq)
+        put_before(self, epoch, seq, *tags)
 
     monkeypatch.setattr(Writer, "put_before", put)
-    with contextlib.suppress(tierstore.TierstoreError):
+    if waits:
         store.rollback("ctr", to_seq=5)
+        assert lost.is_set()
+        expected.rolled_back(5)
+        expected.check(store)
+        return
+    shared.update(lambda _: {"rollback": 5})
     assert lost.wait(60)
     stopped = "was being rolled back to a delta, and the cluster has lost to which"
     scenes.eventually(lambda: stopped in (member(store).ingester.problem or ""), "it is noticed", 60)
@@ -118,6 +123,40 @@ def test_after_a_rollback_whose_end_the_cluster_has_lost_no_other_one_is_done(
     shared = member(store).shared
     shared._cluster.call("HDEL", shared._current, "undone")
     other_one_is_refused_and_the_lost_one_is_done(store, expected)
+
+
+@pytest.mark.parametrize("lost", ["the end", "the end, and a tag's rows"])
+def test_a_rollback_whose_end_was_lost_undoes_the_deltas_that_came_after_it_too(
+    open_node: OpenNode, tmp_path: Path, lost: str
+) -> None:
+    store, expected = ten_deltas(open_node, tmp_path)
+    shared = member(store).shared
+    call, tag = shared._cluster.call, shared.versions()[1]["tags"][2]
+    keys = [f"ts:{{{tag}}}:ctr:1{of}" for of in ("", "::before", ":item", ":user")]
+    then = {key: call("DUMP", key) for key in keys}
+    store.rollback("ctr", to_seq=5)
+    expected.rolled_back(5)
+    for seq in (11, 12):
+        store.apply_delta(expected.delta(seq, range(seq * 20, seq * 20 + 500), range(900, 900 + seq)))
+    folded(store)
+    expected.check(store)
+    if lost != "the end":
+        for key, packed in then.items():
+            call("RESTORE", key, 0, packed, "REPLACE")
+        call("DEL", f"ts:{{{tag}}}:ctr:1.1")
+    call("HDEL", shared._current, "undone")
+    call("HINCRBY", shared._current, "generation", 1)
+    store.rollback("ctr", to_seq=5)
+    expected.rolled_back(5)
+    expected.check(store)
+    assert store.status()["models"]["ctr"]["undone"] == [[6, 12]]
+    store.rollback("ctr", to_seq=12)  # as it was when 12 was applied: without 6 to 10
+    expected.states[-1] = expected.states[11] | dict.fromkeys(range(240, 740), 12) | dict.fromkeys(range(900, 912))
+    expected.check(store)
+    store.apply_delta(expected.delta(13, range(30, 60)))
+    folded(store)
+    expected.check(store)
+    expected.check(open_node("b"))
 
 
 @pytest.mark.parametrize("to", [1, 4])
@@ -139,14 +178,14 @@ def test_a_rollback_goes_on_when_a_server_has_lost_what_deltas_replaced(
     folded(store)
     put_before, fallen = Writer.put_before, threading.Event()
 
-    def put(self: Writer, epoch: int, seq: int) -> None:
+    def put(self: Writer, epoch: int, seq: int, *tags: Any) -> None:
         if not fallen.is_set():
             for key, packed in then.items():
                 call("RESTORE", key, 0, packed, "REPLACE")
             call("DEL", f"ts:{{{tag}}}:ctr:1.1")
             fallen.set()
             raise tierstore.errors.StorageError("a server is gone")
-        put_before(self, epoch, seq)
+        put_before(self, epoch, seq, *tags)
 
     monkeypatch.setattr(Writer, "put_before", put)
     assert store.rollback("ctr", to_seq=to) == 1
@@ -308,8 +347,8 @@ def test_a_rollback_goes_on_when_the_node_that_does_it_ends(
     other = b if leads is a else a
     put_before, stuck, go_on = Writer.put_before, threading.Event(), threading.Event()
 
-    def put(self: Writer, epoch: int, seq: int) -> None:
-        put_before(self, epoch, seq)
+    def put(self: Writer, epoch: int, seq: int, *tags: Any) -> None:
+        put_before(self, epoch, seq, *tags)
         if not stuck.is_set():
             stuck.set()
             assert go_on.wait(60)

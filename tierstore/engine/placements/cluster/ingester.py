@@ -19,7 +19,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tierstore.config import Settings
-from tierstore.engine.data.dense_head import GONE
 from tierstore.engine.data.overlay import Overlay, encode_delta
 from tierstore.engine.deltas.incoming import DecodedDeltas
 from tierstore.engine.deltas.retention import may_go
@@ -28,11 +27,10 @@ from tierstore.engine.model import Model
 from tierstore.engine.placements.cluster.shared_load import SharedLoad
 from tierstore.engine.placements.cluster.shared_model import SharedModel
 from tierstore.engine.placements.cluster.target import DROPPING, LOADING, READY, Writers
-from tierstore.engine.placements.cluster.undo import Undo, changes_of
+from tierstore.engine.placements.cluster.undo import Undo, changes_of, graphs_of
 from tierstore.engine.placements.following.followed import LogEntry, Pointer
 from tierstore.engine.versions.info import VersionInfo
 from tierstore.errors import DeltaError, Fenced, SequenceGap, StorageError, TierstoreError
-from tierstore.formats.names import dense_file
 from tierstore.threads import Thread
 from tierstore.tiers.joining import REPLACED
 from tierstore.tiers.remote.write import Writer
@@ -72,6 +70,7 @@ class Ingester:
         self._reached: dict[int, int] = {}  # by version, the seq that all tags have
         self._nodes: dict[str, tuple[int, float]] = {}  # node → its seq, and since when
         self._cleaned_s = 0.0
+        self._lost_s: dict[int, float] = {}  # version → since when the log lacks deltas that its rows have
         self._failed: dict[int, str] = {}  # version → why deltas are not applied to it
 
     def start(self) -> None:
@@ -194,14 +193,18 @@ class Ingester:
 
     def _bring(self, info: VersionInfo, pointer: Pointer, upto: int, epoch: int) -> None:
         """Apply to a version the deltas up to `upto` that it lacks."""
-        number = info.number
+        number, mark = info.number, pointer.marks.get(info.number)
         writer = self._writers.get(number)
-        if writer is None:
+        if is_new := writer is None:
             writer = self._writer_for(info)
             self._writers[number] = writer
             self._reached[number] = self._lowest_of_tags(number, writer)
             writer.fence(epoch)
         reached = self._reached[number]
+        if is_new or _mark(info, pointer) < reached:
+            if self._awaits_log(number, pointer, reached):
+                return
+            self._restore_heads(info, pointer, epoch)
         if reached < upto:
             entries = self._shared.read(reached, BATCH)
             if not entries or entries[0].seq != reached + 1:  # the log does not have what it lacks
@@ -216,12 +219,12 @@ class Ingester:
                     break
                 self._keep_lease()
                 if pointer.undone.range_of(entry.seq) is None:
-                    self._apply(writer, info, entry, epoch)
+                    self._apply(writer, info, entry, epoch, has_heads=entry.seq <= _mark(info, pointer))
                 else:
                     writer.apply_delta(epoch, entry.seq, [], entry.digest)
                 reached = self._reached[number] = entry.seq
-        if pointer.marks.get(number, -1) < reached and not self._shared.progress(epoch, number, reached, None):
-            raise LeaseLost("the lease is another node's")
+        if (-1 if mark is None else mark) < reached and not self._shared.progress(epoch, number, mark, reached):
+            raise LeaseLost("the lease is another node's, or a server has lost how far the rows are")
 
     def _roll_back(self, pointer: Pointer, epoch: int) -> None:
         ready = {number for number, record in self._shared.versions().items() if record["state"] == READY}
@@ -269,12 +272,40 @@ class Ingester:
             )
         return min(state.seq for state in states if state is not None)
 
-    def _apply(self, writer: Writer, info: VersionInfo, entry: LogEntry, epoch: int) -> None:
+    def _awaits_log(self, number: int, pointer: Pointer, reached: int) -> bool:
+        """Whether nodes may yet put back deltas that the rows have and the log has lost, with their dense parts."""
+        if not (pointer.marks.get(number, reached) < reached and (pointer.seq or 0) < reached):
+            self._lost_s.pop(number, None)
+            return False
+        return time.monotonic() - self._lost_s.setdefault(number, time.monotonic()) < STALLED_S
+
+    def _restore_heads(self, info: VersionInfo, pointer: Pointer, epoch: int) -> None:
+        """Have the cluster's dense parts of a version be those of its rows.
+
+        A server may have lost those of deltas that the rows have; it has lost the mark then, which was written later.
+        Those of a delta that no row has may be of one that the log has lost, or that is to be undone.
+        """
+        after = _mark(info, pointer)
+        self._shared.put_heads_back(epoch, info.number, after)
+        while after < self._reached[info.number]:
+            entries = self._shared.read(after, BATCH)
+            for entry in entries:
+                if entry.seq <= self._reached[info.number] and pointer.undone.range_of(entry.seq) is None:
+                    self._shared.put_heads(
+                        epoch, info.number, entry.seq, entry.digest, graphs_of(self._encode(info, entry))
+                    )
+            after = entries[-1].seq if entries else self._reached[info.number]
+
+    def _apply(self, writer: Writer, info: VersionInfo, entry: LogEntry, epoch: int, *, has_heads: bool) -> None:
+        """Apply a delta to the rows. `has_heads`: the cluster has its dense parts, or newer ones, and a server has lost
+        rows of it.
+        """
         overlay = self._encode(info, entry)
-        self._undo.keep(writer, info, overlay, epoch, entry.digest)
-        for name, head in overlay.heads.items():
-            self._shared.put_file(info.number, dense_file(name), head.graph or GONE)
-        writer.apply_delta(epoch, entry.seq, changes_of(overlay), entry.digest)
+        changes = changes_of(overlay)
+        writer.keep_before(epoch, entry.seq, changes, entry.digest)
+        if not has_heads:
+            self._shared.put_heads(epoch, info.number, entry.seq, entry.digest, graphs_of(overlay))
+        writer.apply_delta(epoch, entry.seq, changes, entry.digest)
 
     def _encode(self, info: VersionInfo, entry: LogEntry) -> Overlay:
         """The delta's rows, encoded as by nodes that serve the version: parts that do not fit it are skipped."""
@@ -357,10 +388,15 @@ class Ingester:
         if upto is not None:
             self._forget_before(upto)
             number, reached = next(iter(self._reached.items()))
-            self._shared.progress(epoch, number, reached, upto + 1)
+            self._shared.progress(epoch, number, reached, reached, upto + 1)
 
     def _forget_before(self, upto: int) -> None:
         """What deltas have replaced is kept as long as they are in the log."""
         for number, writer in self._writers.items():
             writer.forget_before(upto)
             self._shared.forget_heads(number, upto)
+
+
+def _mark(info: VersionInfo, pointer: Pointer) -> int:
+    """The seq that all rows of a version have had, and its dense parts with them."""
+    return max(pointer.marks.get(info.number, 0), info.manifest.delta_seq)

@@ -71,7 +71,7 @@ class ClusterModel:
             line = self.shared.pointer().undone.line(number)
             return writers(name, number, row_bytes, tags, line=line, **more)
 
-        self.open_load = lambda number: SharedLoad(cluster, model.name, number, owner)
+        self.open_load = lambda number: SharedLoad(self.shared, number, owner)
         self.ingester = Ingester(model, self.shared, node, settings, open_writer, decoded, self.open_load)
         self.open_writer, self._refusals = open_writer, refusals
         self._refused: tuple[int, str] | None = None  # after which delta none was taken here, and why
@@ -382,7 +382,8 @@ class ClusterModel:
                 self._check_not_rolling(now, seq)
                 return {} if now.rollback == seq else {"rollback": seq, "refused": None}
 
-            if pointer.rollback is not None or pointer.undone.as_of(seq, last).ranges != pointer.undone.ranges:
+            # again if what ended was one whose end the cluster had lost, with deltas that came after it
+            while pointer.rollback is not None or pointer.undone.as_of(seq, last).differs_from(pointer.undone, 0, last):
                 self._change(wanted)
                 pointer = self._await_rollback(seq, progress)
             self._await_this(

@@ -172,10 +172,9 @@ class ClusterPlacement:
         rows = RemoteRows(
             f"version {info.number} of {name!r}", tables, info.watermark, self._settings.remote_on_failure,
             line=line_text(line), cache=self.followed.ssd_cache,
+            rows={table["id"]: table["rows"] for table in info.tables.values()},
             find_places=lambda table, codes, seq: self._places(rows, info, table, codes, seq),
         )  # fmt: skip
-        for table, spec in info.specs.items():
-            rows.keep(info.tables[table]["id"], info.tables[table]["rows"], spec.row_bytes)
         return rows
 
     def _places(self, rows: RemoteRows, info: VersionInfo, table: str, codes: Keys, seq: int) -> list[Place]:

@@ -229,12 +229,82 @@ redis.call('HDEL', KEYS[2], 'mark:' .. ARGV[1])
 return 1
 """
 
-# KEYS: lease, current, log. ARGV: epoch, field of `current`, its value, the seq below which the log is cut off ('' for
-# none). Returns 1, or 0 where the lease is another's by now.
-PROGRESS = """
+# What follows it is done by the node whose lease (the first key) has an epoch (the first word); another's gets 0.
+_LEADS = """
 local held = redis.call('GET', KEYS[1])
 if not held or string.match(held, ' (%d+)$') ~= ARGV[1] then return 0 end
-redis.call('HSET', KEYS[2], ARGV[2], ARGV[3])
-if ARGV[4] ~= '' then redis.call('XTRIM', KEYS[3], 'MINID', ARGV[4] .. '-0') end
+"""
+
+# KEYS: lease, current, log. ARGV: epoch, field of `current`, the value that is expected ('' for none), its value, the
+# seq below which the log is cut off ('' for none). Returns 1, or 0 where the lease is another's by now, or a server has
+# lost the value.
+PROGRESS = (
+    _LEADS
+    + """
+local before = redis.call('HGET', KEYS[2], ARGV[2]) or ''
+if before ~= ARGV[3] and before ~= ARGV[4] then return 0 end
+redis.call('HSET', KEYS[2], ARGV[2], ARGV[4])
+if ARGV[5] ~= '' then redis.call('XTRIM', KEYS[3], 'MINID', ARGV[5] .. '-0') end
+return 1
+"""
+)
+
+# KEYS: lease, files of a version, what is kept of its dense parts. ARGV: epoch, the seq of a delta, its digest, then
+# for each of its dense parts: the field under which what it replaces is kept, its file, its graph. Returns 1, or 0
+# where the lease is another's by now.
+PUT_HEADS = (
+    _LEADS
+    + """
+redis.call('HSET', KEYS[3], ARGV[2], ARGV[3])
+for i = 4, #ARGV, 3 do
+  redis.call('HSETNX', KEYS[3], ARGV[i], redis.call('HGET', KEYS[2], ARGV[i + 1]) or '')
+  redis.call('HSET', KEYS[2], ARGV[i + 1], ARGV[i + 2])
+end
+return 1
+"""
+)
+
+# KEYS: as for PUT_HEADS. ARGV: epoch, then fields with their files ('' for the delta itself), the newest first. Returns
+# as PUT_HEADS.
+PUT_HEADS_BACK = (
+    _LEADS
+    + """
+for i = 2, #ARGV, 2 do
+  local graph = ARGV[i + 1] ~= '' and redis.call('HGET', KEYS[3], ARGV[i])
+  if graph then redis.call('HSET', KEYS[2], ARGV[i + 1], graph) end
+  redis.call('HDEL', KEYS[3], ARGV[i])
+end
+return 1
+"""
+)
+
+# What follows it is done while a load goes on; the first key has the versions' records. ARGV: version, its token.
+_LOADS = """
+local held = redis.call('HGET', KEYS[1], ARGV[1])
+held = held and cjson.decode(held)
+if not held or held.state ~= 'loading' or held.token ~= ARGV[2] then return 0 end
+"""
+
+# KEYS: versions, files. ARGV: version, token, a file's name, its content.
+PUT_FILE = _LOADS + "return redis.call('HSETNX', KEYS[2], ARGV[3], ARGV[4])"
+
+# KEYS: versions, what is there of a load. ARGV: version, token, the number of words of fields and values that are set,
+# these, then fields that are removed. Returns 1, or 0 where the load has ended.
+NOTE = (
+    _LOADS
+    + """
+local set = tonumber(ARGV[3])
+redis.call('HSET', KEYS[2], unpack(ARGV, 4, 3 + set))
+for i = 4 + set, #ARGV do redis.call('HDEL', KEYS[2], ARGV[i]) end
+return 1
+"""
+)
+
+# KEYS: versions, what is removed with a load. ARGV: version, token. Nothing if another load has the version by now.
+END = """
+local held = redis.call('HGET', KEYS[1], ARGV[1])
+if held and cjson.decode(held).token == ARGV[2] then
+  for i = 2, #KEYS do redis.call('UNLINK', KEYS[i]) end
+end
 return 1
 """

@@ -1,8 +1,9 @@
 """A load in the cluster: that it goes on, which node writes which part of it, and what is there of each part.
 
 Any thread of any node may call anything. Leases only keep nodes from doing the same work at a time: rows that two of
-them write are the same rows, and each tag refuses those of a load that has ended (`tiers/remote/write.py`). A node that
-is killed keeps its leases for `CLAIM_S`, and goes on at once if it starts again.
+them write are the same rows. What is late changes nothing: each tag refuses rows of a load that has ended
+(`tiers/remote/write.py`), and nothing is noted of it here. A node that is killed keeps its leases for `CLAIM_S`, and
+goes on at once if it starts again.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from tierstore.engine.placements.cluster.shared_model import Commands, _natural, _pairs
+from tierstore.engine.placements.cluster import scripts
+from tierstore.engine.placements.cluster.shared_model import SharedModel, _natural, _pairs
 from tierstore.tiers.answers import reading
 
 CLAIM_S = 30.0
@@ -47,26 +49,30 @@ class LoadState(NamedTuple):
 
 
 class SharedLoad:
-    """The load of one version, under the hash tag of its model. `owner`: this node, also after a restart."""
+    """The load of one version, under the hash tag of its model. `owner`: this node, also after a restart.
 
-    def __init__(self, cluster: Commands, model: str, number: int, owner: str) -> None:
-        self._cluster, self._owner = cluster, owner
-        self._loader = f"{{ts:{model}}}:loader:{number}"
-        self._progress = f"{{ts:{model}}}:load:{number}"
+    For one load: that with the token of the last `claim`.
+    """
+
+    def __init__(self, shared: SharedModel, number: int, owner: str) -> None:
+        self._shared, self._cluster, self._number, self._owner = shared, shared._cluster, number, owner
+        self._loader, self._progress = f"{shared._base}loader:{number}", f"{shared._base}load:{number}"
+        self._token = ""
 
     # --- who loads
 
     def claim(self, token: str) -> bool:
         """Whether the load `token` goes on, and no other one of this version; again before `CLAIM_S` is over."""
+        self._token = token
         return self._hold(self._loader, token)
 
     def claim_part(self, part: int | str) -> bool:
         """Whether this node is the one that writes a part now; again before `CLAIM_S` is over."""
         return self._hold(f"{self._loader}:{part}", self._owner)
 
-    def release(self, token: str) -> None:
+    def release(self) -> None:
         """End a load that has not begun."""
-        self._let_go(self._loader, token)
+        self._let_go(self._loader, self._token)
 
     def release_part(self, part: int | str) -> None:
         self._let_go(f"{self._loader}:{part}", self._owner)
@@ -97,24 +103,26 @@ class SharedLoad:
 
     def checkpoint(self, file: str, rows: int) -> None:
         """Note how many rows of a part's built file are in the cluster."""
-        self._cluster.call("HSET", self._progress, file, rows)
+        self._note([file, rows])
 
     def finish_part(self, part: int, tables: Mapping[str, PartTable], files: Iterable[str]) -> None:
         """Note that all rows of a part are in the cluster; its `files` are not needed any more."""
-        self._cluster.call(
-            "HSET", self._progress, f"{_PART}{part}", json.dumps({name: [*of] for name, of in tables.items()})
-        )
-        if names := [*files]:
-            self._cluster.call("HDEL", self._progress, *names)
+        self._note([f"{_PART}{part}", json.dumps({name: [*of] for name, of in tables.items()})], files)
         self.release_part(part)
 
     def begin_again(self, before: LoadState, short: Mapping[str, list[int]]) -> None:
         """Have all parts written again, for the tags that lack rows."""
-        self._cluster.call("HSET", self._progress, _ROUND, before.round + 1, _SHORT, json.dumps(short))
-        self._cluster.call("HDEL", self._progress, *(f"{_PART}{part}" for part in before.parts))
+        self._note([_ROUND, before.round + 1, _SHORT, json.dumps(short)], (f"{_PART}{part}" for part in before.parts))
+
+    def _note(self, fields: list[Any], gone: Iterable[str] = ()) -> None:
+        """Set and remove fields; nothing if the load has ended."""
+        keys = [self._shared._versions, self._progress]
+        self._shared._run(scripts.NOTE, keys, self._number, self._token, len(fields), *fields, *gone)
 
     def end(self) -> None:
-        self._cluster.call("UNLINK", self._progress, self._loader, f"{self._loader}:{FINISH}")
+        """Remove what is there of the load beside its rows."""
+        keys = [self._shared._versions, self._progress, self._loader, f"{self._loader}:{FINISH}"]
+        self._shared._run(scripts.END, keys, self._number, self._token)
 
 
 def _tables(document: Any) -> dict[str, PartTable]:

@@ -19,7 +19,8 @@ from tierstore.engine.placements.following.followed import Forked, LogEntry, Poi
 from tierstore.engine.placements.following.version_copies import READY
 from tierstore.engine.serving.order import ServingOrder
 from tierstore.engine.serving.undone import Undone
-from tierstore.errors import Conflict, NotFound, NotReady, Overloaded, SequenceGap
+from tierstore.errors import Conflict, Fenced, NotFound, NotReady, Overloaded, SequenceGap
+from tierstore.formats.names import dense_file
 from tierstore.tiers.answers import reading
 
 MODELS = b"ts:models"  # a set: the names of all models
@@ -167,9 +168,9 @@ class SharedModel:
 
     # --- side files
 
-    def put_file(self, number: int, name: str, data: bytes, *, first: bool = False) -> None:
-        """Put a side file of a version there. `first`: not over one that is there."""
-        self._cluster.call("HSETNX" if first else "HSET", f"{self._base}files:{number}", name, data)
+    def put_file(self, number: int, load: str, name: str, data: bytes) -> None:
+        """Put a side file of a version there, unless there is one, or the load with the token `load` has ended."""
+        self._run(scripts.PUT_FILE, [self._versions, f"{self._base}files:{number}"], number, load, name, data)
 
     @_reading
     def files(self, number: int, loaded_at_s: float) -> dict[str, bytes]:
@@ -178,10 +179,27 @@ class SharedModel:
         Conflict, NotFound: see `Followed`.
         """
         found = _pairs(self._cluster.call("HGETALL", f"{self._base}files:{number}"))
+        found |= self._replaced_by_lost(number)
         of = self.version(number)  # afterwards: a load puts its files there before its record
         if of["state"] != READY or of["record"]["loaded_at_s"] != loaded_at_s:
             raise Conflict(f"version {number} of {self.name!r} was loaded anew: its files are not those of its record")
         return found
+
+    def _replaced_by_lost(self, number: int) -> dict[str, bytes]:
+        """By file, the dense parts that deltas have replaced which the log has lost since."""
+        kept = self._kept_heads(number)
+        mark = self.pointer().marks.get(number, -1) if kept else 0  # afterwards: a delta's dense part comes before it
+        for seq in sorted({seq for seq, head in kept if head is None and seq > mark}):
+            entries = self.read(seq - 1, 1)
+            there = entries[0].digest if entries and entries[0].seq == seq else ""
+            if self._cluster.call("HGET", f"{self._base}heads:{number}", seq) not in (None, there.encode()):
+                lost = [(of, head) for of, head in kept if of >= seq and head is not None]
+                graphs = [
+                    self._cluster.call("HGET", f"{self._base}heads:{number}", f"{of} {head}") for of, head in lost
+                ]
+                # of a head's, the one that the first of them has replaced
+                return {dense_file(head): graph or b"" for (_, head), graph in zip(lost, graphs, strict=True)}
+        return {}
 
     def remove_files(self, number: int, record: Mapping[str, Any]) -> bool:
         """Remove the keys of a version under the model's own tag. False if its record is not `record` by now."""
@@ -189,18 +207,32 @@ class SharedModel:
         keys = [self._versions, self._current, *names]
         return bool(self._run(scripts.REMOVE_FILES, keys, number, _text(record)))
 
-    def keep_heads(self, number: int, seq: int, before: Mapping[str, bytes]) -> None:
-        """Keep the dense parts, by head, that a delta replaces; what was kept before is left alone."""
-        for name, graph in before.items():
-            self._cluster.call("HSETNX", f"{self._base}heads:{number}", f"{seq} {name}", graph)
+    def put_heads(self, epoch: int, number: int, seq: int, digest: str, graphs: Mapping[str, bytes]) -> None:
+        """Put the dense parts of a delta there, by head, and keep those that they replace; what was kept before is left
+        alone. Fenced.
+        """
+        words = [word for head, graph in graphs.items() for word in (f"{seq} {head}", dense_file(head), graph)]
+        self._change_heads(scripts.PUT_HEADS, number, [epoch, seq, digest], words)
 
     @_reading
-    def kept_heads(self, number: int, seq: int) -> dict[str, bytes]:
-        """What `keep_heads` has kept."""
-        there, begin = self._cluster.call("HKEYS", f"{self._base}heads:{number}"), f"{seq} "
-        names = [name for name in (field.decode() for field in there) if name.startswith(begin)]
-        graphs = self._cluster.call("HMGET", f"{self._base}heads:{number}", *names) if names else []
-        return {name.removeprefix(begin): graph or b"" for name, graph in zip(names, graphs, strict=True)}
+    def put_heads_back(self, epoch: int, number: int, after: int) -> None:
+        """Put the dense parts back that deltas above `after` have replaced, and keep them no longer. Fenced."""
+        words = []
+        for seq, head in self._kept_heads(number):
+            if seq > after:
+                words += [seq, ""] if head is None else [f"{seq} {head}", dense_file(head)]
+        self._change_heads(scripts.PUT_HEADS_BACK, number, [epoch], words)
+
+    def _kept_heads(self, number: int) -> list[tuple[int, str | None]]:
+        """(seq of a delta, a head that it has replaced), the newest first; None for that of the delta itself."""
+        fields = [of.decode().split(" ", 1) for of in self._cluster.call("HKEYS", f"{self._base}heads:{number}")]
+        kept = [(_natural(seq), *(head or [None])) for seq, *head in fields]
+        return sorted(kept, key=lambda of: (-of[0], of[1] is None, of[1]))
+
+    def _change_heads(self, script: str, number: int, first: list[Any], words: list[Any]) -> None:
+        keys = [self._lease, f"{self._base}files:{number}", f"{self._base}heads:{number}"]
+        if words and not self._run(script, keys, *first, *words):
+            raise Fenced(f"the dense parts of version {number} of {self.name!r}: the lease is another node's")
 
     def forget_heads(self, number: int, upto: int) -> None:
         """Deltas up to `upto` are not rolled back any more."""
@@ -310,12 +342,13 @@ class SharedModel:
         owner, epoch = held.decode().split(" ")
         return owner, _natural(epoch)
 
-    def progress(self, epoch: int, number: int, mark: int, trim_below: int | None) -> bool:
-        """Report that all rows of a version have reached `mark`, and cut the log off. False if the lease is lost."""
-        below = "" if trim_below is None else trim_below
-        return bool(
-            self._run(scripts.PROGRESS, [self._lease, self._current, self._log], epoch, f"mark:{number}", mark, below)
-        )
+    def progress(self, epoch: int, number: int, before: int | None, mark: int, trim_below: int | None = None) -> bool:
+        """Report that all rows of a version have reached `mark`, and cut the log off.
+
+        False if the lease is lost, or the mark is not `before` any more.
+        """
+        words = [f"mark:{number}", *("" if seq is None else seq for seq in (before, mark, trim_below))]
+        return bool(self._run(scripts.PROGRESS, [self._lease, self._current, self._log], epoch, *words))
 
     @_reading
     def beat(self, node: str, report: Mapping[str, Any] | None) -> dict[str, dict[str, Any]]:

@@ -155,7 +155,7 @@ class ClusterTarget:
         if not self._load.claim(token):
             return False
         if not (self._load.claim_part(BEGIN) and self._shared.record(manifest.version, before, record)):
-            self._load.release(token)
+            self._load.release()
             return False
         self._record = record
         return self._clear(manifest)
@@ -250,11 +250,11 @@ class ClusterTarget:
         number, count, load = snapshot.manifest.version, int(self._record["parts"]), self._load
         with self._writer(number) as writer:
             while True:
-                self._keep(number, None, at_once=True)
                 if (there := self._shared.version(number))["state"] == READY:
                     return None
                 if there.get("token") != self._record["token"]:
                     raise self._of_others(number)
+                self._keep(number, None, at_once=True)
                 done = load.state()
                 missing: list[int | str] = [part for part in range(count) if part not in done.parts]
                 mine = next((part for part in missing or [FINISH] if load.claim_part(part)), None)
@@ -410,8 +410,7 @@ class ClusterTarget:
         """
         shared = self._shared
         for path in sorted(path for path in where.root.rglob("*") if path.is_file() and _is_side_file(path, where)):
-            # what is there is the same, or of a delta, if another node has ended this load
-            shared.put_file(number, path.relative_to(where.root).as_posix(), path.read_bytes(), first=True)
+            shared.put_file(number, self._record["token"], path.relative_to(where.root).as_posix(), path.read_bytes())
         while (there := shared.versions().get(number)) is not None and there.get("token") == self._record["token"]:
             if there["state"] == READY:
                 return False

@@ -22,7 +22,7 @@ from tierstore.engine.placements.cluster.shared_model import SharedModel
 from tierstore.engine.placements.following.followed import LogEntry, Pointer
 from tierstore.engine.serving.undone import Undone
 from tierstore.engine.versions.info import VersionInfo
-from tierstore.formats.names import MAX_ORDINAL, dense_file
+from tierstore.formats.names import MAX_ORDINAL
 from tierstore.tiers.remote.write import Change, Writer
 
 log = logging.getLogger(__name__)
@@ -31,18 +31,10 @@ Encode = Callable[[VersionInfo, LogEntry], Overlay]
 
 
 class Undo:
-    """Keeps what deltas of one model replace, and rolls back. `open_writer` opens one for the line that counts."""
+    """Rolls one model back. `open_writer` opens a writer for the line that counts."""
 
     def __init__(self, shared: SharedModel, open_writer: Callable[[VersionInfo], Writer], encode: Encode) -> None:
         self._shared, self._open_writer, self._encode = shared, open_writer, encode
-
-    def keep(self, writer: Writer, info: VersionInfo, overlay: Overlay, epoch: int, digest: str) -> None:
-        """Keep what a delta replaces in a version, before it does."""
-        if overlay.heads:
-            there = self._shared.files(info.number, info.loaded_at_s)
-            before = {name: there.get(dense_file(name), GONE) for name in overlay.heads}
-            self._shared.keep_heads(info.number, overlay.hi, before)
-        writer.keep_before(epoch, overlay.hi, changes_of(overlay), digest)
 
     def roll_back(
         self, pointer: Pointer, infos: Sequence[VersionInfo], epoch: int, keep_lease: Callable[[], None]
@@ -84,15 +76,13 @@ class Undo:
         epoch: int,
         keep_lease: Callable[[], None],
     ) -> None:
-        ended = [plan.ended for plan in plans if plan.ended is not None]
-        upto = max(ended, default=pointer.seq or 0)
+        upto = max((plan.undone for plan in plans if plan.undone is not None), default=pointer.seq or 0)
         digest = next((entry.digest for entry in self._shared.read(upto - 1, 1) if entry.seq == upto), "")
         for plan in plans:
             keep_lease()
-            if plan.ended is None:
-                with plan.writer.replace_line(epoch, to) as later:
-                    self._put(plan, later, epoch, keep_lease)
-                    later.end_line(epoch, upto, digest)
+            with plan.writer.replace_line(epoch, to) as later:
+                self._put(plan, later, epoch, keep_lease)
+                later.end_line(epoch, upto, digest, plan.tags)
         lines = {plan.info.number: plan.writer.line + 1 for plan in plans}
 
         def done(now: Pointer) -> Mapping[str, Any]:
@@ -109,35 +99,42 @@ class Undo:
         log.warning("model %s: rolled back to delta %d: deltas up to %d are undone", self._shared.name, to, upto)
 
     def _put(self, plan: _Plan, later: Writer, epoch: int, keep_lease: Callable[[], None]) -> None:
+        number, tags = plan.info.number, plan.tags
+        if plan.same is not None:
+            self._shared.put_heads_back(epoch, number, plan.same)
         for seq in reversed(plan.pops):
             keep_lease()
-            plan.writer.put_before(epoch, seq)
-            for name, graph in self._shared.kept_heads(plan.info.number, seq).items():
-                self._shared.put_file(plan.info.number, dense_file(name), graph)
+            plan.writer.put_before(epoch, seq, tags)
         for entry in plan.pushes:
             keep_lease()
             overlay = self._encode(plan.info, entry)
-            self.keep(later, plan.info, overlay, epoch, entry.digest)
-            for name, head in overlay.heads.items():
-                self._shared.put_file(plan.info.number, dense_file(name), head.graph or GONE)
-            later.put_rows(epoch, changes_of(overlay))
+            changes = changes_of(overlay)
+            later.keep_before(epoch, overlay.hi, changes, entry.digest)
+            self._shared.put_heads(epoch, number, entry.seq, entry.digest, graphs_of(overlay))
+            later.put_rows(epoch, changes, tags)
 
 
 class _Plan:
-    """What is to be done with one version: `pops` are taken off, the last one first, then `pushes` applied."""
+    """What is to be done with one version: `pops` are taken off, the last one first, then `pushes` applied.
+
+    `tags` are those whose rows this is not done with. The others have it, as the cluster has lost the end of a rollback
+    with which delta `undone` was the newest; they may have later deltas. `same`: the newest delta that stays; None if
+    the dense parts stay as they are.
+    """
 
     def __init__(self, shared: SharedModel, info: VersionInfo, pointer: Pointer, to: int, writer: Writer) -> None:
         self.info, self.writer = info, writer
         reached = writer.reached()
-        newest, self.ended = reached.newest, reached.undone
+        newest, self.undone, self.tags = reached.newest, reached.undone, reached.left
         self.pops: list[int] = []
         self.pushes: list[LogEntry] = []
+        self.same: int | None = None
         self.problem: str | None = None
         if others := reached.begun - {to}:
             self.problem = f"a rollback to delta {min(others)} has begun; send that one again first"
         elif reached.lowest is None:
             self.problem = "some of its tags are gone from the cluster: load the snapshot again under a new version"
-        if self.problem is not None or self.ended is not None:
+        if self.problem is not None:
             return
         # a tag that lacks deltas which the others have, since its server was lost, gets them from the log
         lowest = reached.lowest or 0
@@ -151,7 +148,8 @@ class _Plan:
         same = min(len(has), len(wanted)) if same is None else same
         same = min(same, sum(seq <= lowest for seq in has))
         self.pops, pushes = has[same:], wanted[same:]
-        if lacking := writer.lack_before(self.pops):
+        self.same = has[same - 1] if same else low
+        if lacking := writer.lack_before(self.pops, self.tags):
             self.problem = (
                 f"what delta {lacking[0]} replaced is not kept any more; log_retention_s says how long it is. Send the "
                 "rows that are right as a delta, or load a snapshot whose delta_seq is beyond the deltas that are wrong"
@@ -159,9 +157,16 @@ class _Plan:
         for seq in pushes:
             entries = shared.read(seq - 1, 1)
             if not entries or entries[0].seq != seq:
-                self.problem = f"delta {seq}, which it lacks, is not in the log any more"
+                self.same = None
+                if self.tags:
+                    self.problem = f"delta {seq}, which it lacks, is not in the log any more"
                 break
             self.pushes.append(entries[0])
+
+
+def graphs_of(overlay: Overlay) -> dict[str, bytes]:
+    """An overlay's dense parts by head, as the cluster has them."""
+    return {name: head.graph or GONE for name, head in overlay.heads.items()}
 
 
 def changes_of(overlay: Overlay) -> list[Change]:

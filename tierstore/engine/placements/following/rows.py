@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from tierstore.engine.versions.rows import Beneath, FindPlaces, Place
 from tierstore.errors import Closed, Overloaded, StorageError
 from tierstore.formats import files
 from tierstore.tiers.base import Peek
-from tierstore.tiers.joining import REPLACED, Watermarks
+from tierstore.tiers.joining import REPLACED, JoinedTable
 from tierstore.tiers.ssd.cache import SsdCache
 from tierstore.tiers.ssd.table import SsdTable
 from tierstore.types import Keys, Rows, States, Tier
@@ -34,19 +34,12 @@ PLACES_S = 10.0  # after this, other machines are not asked for further keys of 
 RETRY_S = 0.1  # usually the longest that a node is behind the cluster
 
 
-class FetchTable(Protocol):
-    """A table of the version: `JoinedTable.fetch`."""
-
-    def fetch(
-        self, codes: Keys, rows: Rows, state: States, *, upto: int | None = None, floor: int = 0
-    ) -> Watermarks: ...
-
-
 class RemoteRows:
     """Rows of one version that are on other machines. `tables` by id.
 
     `reached`: the seq that all of its rows have reached, as far as this node knows. `where`: the place of the rows,
-    for messages. `line`: see `Pointer`. `cache`: for rows of its tables. `find_places`: for `explain`.
+    for messages. `line`: see `Pointer`. `cache`: keeps rows on this machine's SSD; `rows` says how many each table has.
+    `find_places`: for `explain`.
     """
 
     disk = None
@@ -54,18 +47,22 @@ class RemoteRows:
     def __init__(
         self,
         name: str,
-        tables: Mapping[int, FetchTable],
+        tables: Mapping[int, JoinedTable],
         reached: int,
         on_failure: Literal["refuse", "default"],
         *,
         where: str = "the cluster",
         line: str = "",
         cache: SsdCache | None = None,
+        rows: Mapping[int, int] = {},
         find_places: FindPlaces = lambda table, codes, seq: [Place(error="not known") for _ in codes],
     ) -> None:
         self._name, self._tables, self._on_failure = name, tables, on_failure
         self._where, self.line = where, line
         self._cache, self._cached = cache, dict[int, SsdTable]()
+        if cache is not None:
+            kept = {number: cache.table(rows[number], table.row_bytes) for number, table in tables.items()}
+            self._cached = {number: table for number, table in kept.items() if table is not None}
         self._find_places = find_places
         self._lock = threading.Lock()
         # guarded by _lock
@@ -101,11 +98,6 @@ class RemoteRows:
 
     def may_fold(self, seq: int) -> bool:
         return seq <= self.reached and not self.frozen
-
-    def keep(self, table_id: int, rows: int, row_bytes: int) -> None:
-        """Keep rows of a table in this machine's SSD cache, if there is one. Before anything is read."""
-        if self._cache is not None and (table := self._cache.table(rows, row_bytes)) is not None:
-            self._cached[table_id] = table
 
     def get(self, table_id: int, keys: Keys, rows: Rows, state: States) -> None:
         """See `RowStore`: rows as they are now, and no older than what this node relies on."""

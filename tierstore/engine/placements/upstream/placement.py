@@ -200,16 +200,14 @@ class UpstreamPlacement:
             info.tables[table]["id"]: UpstreamTable(self.nodes, name, number, table, spec.row_bytes, source)
             for table, spec in info.specs.items()
         }
-        rows = RemoteRows(
+        return RemoteRows(
             f"version {number} of {name!r}", tables, info.watermark, self._settings.remote_on_failure,
             where="a node upstream", line=line, cache=self.followed.ssd_cache,
+            rows={table["id"]: table["rows"] for table in info.tables.values()},
             find_places=lambda table, codes, seq: self._places(
                 source.ownership(), wire.explain_path(name, number, table), codes, seq, info.specs[table].row_bytes
             ),
         )  # fmt: skip
-        for table, spec in info.specs.items():
-            rows.keep(info.tables[table]["id"], info.tables[table]["rows"], spec.row_bytes)
-        return rows
 
     def _places(self, owned: Ownership, target: str, codes: Keys, seq: int, row_bytes: int) -> list[Place]:
         """`FindPlaces`: each key is explained by a node that owns it."""
