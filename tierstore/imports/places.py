@@ -1,7 +1,9 @@
-"""What lies where a source points to: files of columns, checkpoints, pairs, arrays, text; told apart by their names.
+"""What lies where a source points to: files of columns, lake tables, checkpoints, pairs, arrays, text; told apart by
+their names.
 
 Directories are searched to their bottom. What begins with `_` or a dot is passed over, and so are data directories and
-snapshots of tierstore. Tables that a log describes are refused. Any thread; nothing is read but names.
+snapshots of tierstore. Tables that a log describes are taken by their own directory alone, and only where something
+here reads the log. Any thread; nothing is read but names.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from tierstore.errors import SnapshotError
 from tierstore.formats.names import BUILT_MANIFEST, DIRECTORY_FORMAT, LOCK, SNAPSHOT_MANIFEST
 from tierstore.formats.objects import names_below
 from tierstore.formats.snapshot.checksum import is_hugectr
-from tierstore.formats.snapshot.table_logs import log_above, reason_of_log
+from tierstore.formats.snapshot.table_logs import DELTA, ICEBERG, log_above, log_in, reason_of_log
 from tierstore.imports.raw_pairs import folders_of_pairs, pairs_in
 
 TORCH_FILES = (".pt", ".pth", ".bin")
@@ -35,6 +37,7 @@ _TRAINERS = re.compile(
     r".+\.(?:keras|h5|hdf5|index|data-\d+-of-\d+)|saved_model\.pb|manifest\.ocdbt|_CHECKPOINT_METADATA"
 )
 _DISTRIBUTED = ".metadata"  # of torch.distributed.checkpoint, in its directory
+ICEBERG_METADATA = re.compile(r".+\.metadata\.json")
 _HIVE = re.compile(r"([^=]+)=(.*)")
 _HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 _NUMBER = re.compile(r"0|-?[1-9][0-9]{0,17}")
@@ -44,6 +47,8 @@ class RowsKind(Enum):
     """How rows lie in a file, or in files that belong together."""
 
     COLUMNS = "Parquet, Arrow or ORC"
+    DELTA = "a Delta table"
+    ICEBERG = "an Iceberg table"
     PAIRS = "pairs of TFRA or dynamicemb"
     HUGECTR = "a HugeCTR folder"
     TENSORS = "tensors"
@@ -58,6 +63,9 @@ class RowsPlace:
     path: Path
     files: tuple[Path, ...] = ()
     folders: tuple[tuple[str, pa.Scalar], ...] = ()
+
+
+_BY_LOG = {DELTA: RowsKind.DELTA, ICEBERG: RowsKind.ICEBERG}
 
 
 def is_distributed(path: Path) -> bool:
@@ -88,6 +96,11 @@ def _places(path: Path) -> list[RowsPlace]:
         return [RowsPlace(RowsKind.PAIRS, path)]
     if not path.exists():
         raise SnapshotError("is missing", file=str(path))
+    if ICEBERG_METADATA.fullmatch(path.name):
+        return [RowsPlace(RowsKind.ICEBERG, path)]
+    log = log_in(path)
+    if log in _BY_LOG:
+        return [RowsPlace(_BY_LOG[log], path)]
     if path.is_dir():
         if is_distributed(path):
             return [RowsPlace(RowsKind.TENSORS, path, (path,))]
