@@ -27,10 +27,10 @@ from tierstore.formats.snapshot.checksum import is_hugectr
 from tierstore.formats.snapshot.table_logs import DELTA, ICEBERG, log_above, log_in, reason_of_log
 from tierstore.imports.raw_pairs import folders_of_pairs, pairs_in
 
-TORCH_FILES = (".pt", ".pth", ".bin")
+LIGHTNING = ".ckpt"
 SAFETENSORS, NPZ, NPY = ".safetensors", ".npz", ".npy"
 FORMATS = {".parquet": "parquet", ".arrow": "ipc", ".feather": "ipc", ".ipc": "ipc", ".orc": "orc"}
-_TENSORS = (*TORCH_FILES, SAFETENSORS, NPZ, NPY)
+_TENSORS = (".pt", ".pth", ".bin", LIGHTNING, SAFETENSORS, NPZ, NPY)
 _TEXT = (".txt", ".vec")
 # of Keras, TensorFlow's checkpoints and SavedModels, Orbax
 _TRAINERS = re.compile(
