@@ -27,15 +27,14 @@ from tierstore.formats.snapshot.checksum import is_hugectr
 from tierstore.formats.snapshot.table_logs import DELTA, ICEBERG, log_above, log_in, reason_of_log
 from tierstore.imports.raw_pairs import folders_of_pairs, pairs_in
 
-LIGHTNING = ".ckpt"
+LIGHTNING, KERAS = ".ckpt", ".keras"
+HDF5 = (".h5", ".hdf5", KERAS)
 SAFETENSORS, NPZ, NPY = ".safetensors", ".npz", ".npy"
 FORMATS = {".parquet": "parquet", ".arrow": "ipc", ".feather": "ipc", ".ipc": "ipc", ".orc": "orc"}
-_TENSORS = (".pt", ".pth", ".bin", LIGHTNING, SAFETENSORS, NPZ, NPY)
+_TENSORS = (".pt", ".pth", ".bin", LIGHTNING, *HDF5, SAFETENSORS, NPZ, NPY)
 _TEXT = (".txt", ".vec")
-# of Keras, TensorFlow's checkpoints and SavedModels, Orbax
-_TRAINERS = re.compile(
-    r".+\.(?:keras|h5|hdf5|index|data-\d+-of-\d+)|saved_model\.pb|manifest\.ocdbt|_CHECKPOINT_METADATA"
-)
+# of TensorFlow's checkpoints and SavedModels, Orbax
+_TRAINERS = re.compile(r".+\.(?:index|data-\d+-of-\d+)|saved_model\.pb|manifest\.ocdbt|_CHECKPOINT_METADATA")
 _DISTRIBUTED = ".metadata"  # of torch.distributed.checkpoint, in its directory
 ICEBERG_METADATA = re.compile(r".+\.metadata\.json")
 _HIVE = re.compile(r"([^=]+)=(.*)")
@@ -167,7 +166,7 @@ def _refuse_trainers(path: Path, names: Iterable[PurePosixPath]) -> None:
     found = next((name for name in names if _TRAINERS.fullmatch(name.name)), None)
     if found is not None:
         raise SnapshotError(
-            f"{found} is a file of Keras, TensorFlow or Orbax, which is not read: write its tables from the program "
+            f"{found} is a file of TensorFlow or Orbax, which is not read: write its tables from the program "
             "that loads it, with SnapshotWriter (docs/trainers.md)",
             file=str(path),
         )

@@ -36,9 +36,11 @@ from tierstore.imports.columns import (
     vectors_of,
     without_nulls,
 )
+from tierstore.imports.keras_weights import read_keras
 from tierstore.imports.lake_tables import AsOf, as_of, lake_object, open_delta, open_iceberg
 from tierstore.imports.named_tensors import NamedTensors, read_npy_files, read_npz_file, read_safetensors_file
 from tierstore.imports.places import (
+    HDF5,
     NPY,
     NPZ,
     SAFETENSORS,
@@ -256,6 +258,9 @@ def _tensors_of(file: Path) -> NamedTensors:
     if ending in (SAFETENSORS, NPZ):
         with naming_rows(str(file)):
             return read_safetensors_file(file) if ending == SAFETENSORS else read_npz_file(file)
+    if ending in HDF5:
+        with naming_rows(str(file)):
+            return read_keras(file)
     return read_distributed(file) if file.is_dir() else read_saved(file)
 
 
