@@ -25,6 +25,7 @@ from tierstore.formats.names import BUILT_MANIFEST, DIRECTORY_FORMAT, LOCK, SNAP
 from tierstore.formats.objects import names_below
 from tierstore.formats.snapshot.checksum import is_hugectr
 from tierstore.formats.snapshot.table_logs import DELTA, ICEBERG, log_above, log_in, reason_of_log
+from tierstore.imports.hugging_face import dataset_files
 from tierstore.imports.raw_pairs import folders_of_pairs, pairs_in
 
 LIGHTNING, KERAS = ".ckpt", ".keras"
@@ -33,8 +34,21 @@ SAFETENSORS, NPZ, NPY = ".safetensors", ".npz", ".npy"
 FORMATS = {".parquet": "parquet", ".arrow": "ipc", ".feather": "ipc", ".ipc": "ipc", ".orc": "orc"}
 _TENSORS = (".pt", ".pth", ".bin", LIGHTNING, *HDF5, SAFETENSORS, NPZ, NPY)
 _TEXT = (".txt", ".vec")
-# of TensorFlow's checkpoints and SavedModels, Orbax
-_TRAINERS = re.compile(r".+\.(?:index|data-\d+-of-\d+)|saved_model\.pb|manifest\.ocdbt|_CHECKPOINT_METADATA")
+_TENSORFLOW = (
+    "import numpy, tensorflow; checkpoint = tensorflow.train.load_checkpoint({path!r}); "
+    "numpy.savez('item.npz', vectors=checkpoint.get_tensor('NAME')), with a NAME of "
+    "checkpoint.get_variable_to_shape_map()"
+)
+_ORBAX = (
+    "import numpy, orbax.checkpoint; state = orbax.checkpoint.PyTreeCheckpointer().restore({path!r}); "
+    "numpy.savez('item.npz', vectors=state['NAME']), with the NAMEs that lead to the table"
+)
+# what only a large package reads: the names of its files, the checkpoint that they are of, and a program for its rows
+_TRAINERS = (
+    (re.compile(r"(.+)\.(?:index|data-\d+-of-\d+)"), r"\1", "a TensorFlow checkpoint", _TENSORFLOW),
+    (re.compile(r"saved_model\.pb"), "variables/variables", "a TensorFlow SavedModel", _TENSORFLOW),
+    (re.compile(r"manifest\.ocdbt|_CHECKPOINT_METADATA"), "", "an Orbax checkpoint", _ORBAX),
+)
 _DISTRIBUTED = ".metadata"  # of torch.distributed.checkpoint, in its directory
 ICEBERG_METADATA = re.compile(r".+\.metadata\.json")
 _HIVE = re.compile(r"([^=]+)=(.*)")
@@ -105,6 +119,8 @@ def _places(path: Path) -> list[RowsPlace]:
             return [RowsPlace(RowsKind.TENSORS, path, (path,))]
         if is_hugectr(path):
             return [RowsPlace(RowsKind.HUGECTR, path)]
+        if (files := dataset_files(path)) is not None:
+            return [RowsPlace(RowsKind.COLUMNS, file, (file,)) for file in files]
         return _in_directory(path)
     reason = reason_of_log(path.parent, [PurePosixPath(path.name)]) or log_above(path)
     if reason is not None:
@@ -163,13 +179,16 @@ def _in_directory(path: Path) -> list[RowsPlace]:
 
 def _refuse_trainers(path: Path, names: Iterable[PurePosixPath]) -> None:
     """Raise SnapshotError where the trainer that wrote these files has to be asked for the rows."""
-    found = next((name for name in names if _TRAINERS.fullmatch(name.name)), None)
-    if found is not None:
-        raise SnapshotError(
-            f"{found} is a file of TensorFlow or Orbax, which is not read: write its tables from the program "
-            "that loads it, with SnapshotWriter (docs/trainers.md)",
-            file=str(path),
-        )
+    folder = path if path.is_dir() else path.parent
+    for name in names:
+        for files, checkpoint, trainer, program in _TRAINERS:
+            if (found := files.fullmatch(name.name)) is not None:
+                where = (folder / name.parent / found.expand(checkpoint)).absolute()
+                raise SnapshotError(
+                    f"{name} is a file of {trainer}, which is not read. A program writes a table of it as .npz, which "
+                    f"is: {program.format(path=str(where))} (docs/trainers.md)",
+                    file=str(path),
+                )
 
 
 def _own_directories(names: Sequence[PurePosixPath]) -> dict[PurePosixPath, str]:

@@ -36,6 +36,7 @@ from tierstore.imports.columns import (
     vectors_of,
     without_nulls,
 )
+from tierstore.imports.hugging_face import dataset_reader
 from tierstore.imports.keras_weights import read_keras
 from tierstore.imports.lake_tables import AsOf, as_of, lake_object, open_delta, open_iceberg
 from tierstore.imports.named_tensors import NamedTensors, read_npy_files, read_npz_file, read_safetensors_file
@@ -413,6 +414,8 @@ def _reader(source: Any) -> pa.RecordBatchReader:
     """Arrow batches of a frame, a table, or any object with Arrow's C stream interface."""
     if isinstance(source, (ds.Dataset, pa.Table, pa.RecordBatch, pa.RecordBatchReader)):
         _refuse_delta(source)
+    if (reader := dataset_reader(source, BATCH_ROWS)) is not None:
+        return reader
     if isinstance(source, pa.RecordBatch):
         source = pa.Table.from_batches([source])
     if isinstance(source, ds.Dataset):

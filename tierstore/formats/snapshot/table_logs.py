@@ -1,8 +1,8 @@
-"""Tables that a log describes: Delta, Iceberg, Hudi, Paimon, DuckLake, and Hive's of transactions.
+"""Tables that a log describes: Delta, Iceberg, Hudi, Paimon, Lance, DuckLake, and Hive's of transactions.
 
-Their directories hold Parquet or ORC, but which files count, and which rows in them were deleted, stands in the log
-alone. Read as plain files they give rows back that their owner has deleted. They are found by the names beside the
-files. Pure but for `log_in` and `log_above`, which list directories; any thread.
+Their directories hold Parquet, ORC or files of their own, but which files count, and which rows in them were deleted,
+stands in the log alone. Read as plain files they give rows back that their owner has deleted. They are found by the
+names beside the files. Pure but for `log_in` and `log_above`, which list directories; any thread.
 """
 
 from __future__ import annotations
@@ -61,12 +61,17 @@ _FORMATS = (
         "write the live rows first: in Hive, INSERT OVERWRITE DIRECTORY 'live' STORED AS PARQUET SELECT …",
     ),
     _format(
+        "a Lance dataset (_versions)",
+        r"_versions/[^/]+\.manifest",
+        "in Python, tierstore.import_table(lance.dataset('{table}'), …) takes the live rows, with pylance",
+    ),
+    _format(
         "a DuckLake table (ducklake-….parquet)",
         rf"ducklake-{_HEX}{{8}}(?:-?{_HEX}{{4}}){{3}}-?{_HEX}{{12}}(?:-delete)?\.parquet",
         "write the live rows first: COPY (FROM the table) TO 'live.parquet', in DuckDB with its catalogue attached",
     ),
 )
-_BESIDE = ("_delta_log", ".hoodie", "metadata", "manifest")  # directories of logs, in that of the table
+_BESIDE = ("_delta_log", "_versions", ".hoodie", "metadata", "manifest")  # directories of logs, in that of the table
 
 
 def reason_of_log(root: Path | PurePosixPath, names: Iterable[PurePosixPath]) -> str | None:
