@@ -44,8 +44,8 @@ def dataset_files(folder: Path) -> list[Path] | None:
         raise SnapshotError(f"is not as save_to_disk writes it: {error!r}", file=str(file)) from error
     if indices:
         raise SnapshotError(
-            "says that another file chooses the rows, as the first releases of datasets wrote it: save it anew with the "
-            "release that wrote it, load_from_disk(…).flatten_indices().save_to_disk(…)",
+            "says that another file chooses the rows, as the first releases of datasets wrote it: save it anew with "
+            "the release that wrote it, load_from_disk(…).flatten_indices().save_to_disk(…)",
             file=str(file),
         )
     return [folder / name for name in names]
