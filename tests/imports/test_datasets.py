@@ -77,6 +77,8 @@ def test_a_dataset_of_several_splits_is_refused_with_one_to_name(tmp_path: Path)
     with pytest.raises(SnapshotError, match=r"is a DatasetDict with splits test, train: name one, as .*/all/test"):
         imported(tmp_path / "all", tmp_path / "s")
     assert imported(tmp_path / "all/train", tmp_path / "s") == expected(5)
+    with pytest.raises(SnapshotError, match=r"holds datasets of Hugging Face in 2 .*: name one, as .*/all/test"):
+        imported(tmp_path, tmp_path / "s")
 
 
 def test_a_dataset_has_the_rows_that_its_package_has(tmp_path: Path) -> None:

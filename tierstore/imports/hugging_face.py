@@ -7,9 +7,9 @@ A folder's `state.json` names its data files, which are streams of Arrow; others
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pyarrow as pa
@@ -49,6 +49,12 @@ def dataset_files(folder: Path) -> list[Path] | None:
             file=str(file),
         )
     return [folder / name for name in names]
+
+
+def dataset_folders(names: Iterable[PurePosixPath]) -> list[PurePosixPath]:
+    """The folders of saved datasets among these files."""
+    there = set(names)
+    return sorted(name.parent for name in there if name.name == _STATE and name.with_name(_INFO) in there)
 
 
 def dataset_reader(source: Any, batch_rows: int) -> pa.RecordBatchReader | None:

@@ -25,7 +25,7 @@ from tierstore.formats.names import BUILT_MANIFEST, DIRECTORY_FORMAT, LOCK, SNAP
 from tierstore.formats.objects import names_below
 from tierstore.formats.snapshot.checksum import is_hugectr
 from tierstore.formats.snapshot.table_logs import DELTA, ICEBERG, log_above, log_in, reason_of_log
-from tierstore.imports.hugging_face import dataset_files
+from tierstore.imports.hugging_face import dataset_files, dataset_folders
 from tierstore.imports.raw_pairs import folders_of_pairs, pairs_in
 
 LIGHTNING, KERAS = ".ckpt", ".keras"
@@ -150,6 +150,12 @@ def _in_directory(path: Path) -> list[RowsPlace]:
         raise SnapshotError(
             f"holds rows of TFRA or dynamicemb in {len(deeper)} of its directories: name one of them, as "
             f"{path / deeper[0]}",
+            file=str(path),
+        )
+    if datasets := dataset_folders(names):
+        raise SnapshotError(
+            f"holds datasets of Hugging Face in {len(datasets)} of its directories, whose states name their "
+            f"files: name one, as {path / datasets[0]}",
             file=str(path),
         )
     own = _own_directories(names)
