@@ -203,6 +203,10 @@ def test_a_checkpoint_of_lightning_has_its_weights_under_the_modules_names(tmp_p
         SnapshotError, match=r"name one by --vector \(vector=\): net.item.weight \[\d+, 3\], net.head.weight \[1, 3\]$"
     ):
         imported(tmp_path, tmp_path / "epoch=0-step=5.ckpt")
+    (tmp_path / "model").mkdir()
+    torch.save(weights, tmp_path / "model/model.pt")
+    (tmp_path / "model/last.ckpt").write_bytes(b"another program's")
+    assert imported(tmp_path, tmp_path / "model", vector="net.item.weight") == expected
     torch.save(content | {"hyper_parameters": {"root": Path("x")}}, tmp_path / "last.ckpt")
     conversion = r"holds pathlib.PosixPath, which only unpickling reads; (?:if you trust who wrote it, write its weights alone: )(.*)$"
     with pytest.raises(SnapshotError, match=conversion) as refused:

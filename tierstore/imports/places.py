@@ -3,7 +3,7 @@ their names.
 
 Directories are searched to their bottom. What begins with `_` or a dot is passed over, and so are data directories and
 snapshots of tierstore. Tables that a log describes are taken by their own directory alone, and only where something
-here reads the log. Any thread; nothing is read but names.
+here reads the log. Any thread; nothing is read but names, and what a saved dataset says of its files.
 """
 
 from __future__ import annotations
@@ -170,6 +170,7 @@ def _in_directory(path: Path) -> list[RowsPlace]:
     kinds = {kind: file for file in reversed(files) if (kind := kind_of(file)) is not None}
     if RowsKind.TENSORS in kinds and RowsKind.COLUMNS not in kinds:  # with a checkpoint lie its settings and words
         files = [file for file in files if kind_of(file) is RowsKind.TENSORS]
+        files = [file for file in files if file.suffix.lower() != LIGHTNING] or files  # one beside weights has them too
     elif len(kinds) > 1:
         one, other = list(kinds.values())[:2]
         raise SnapshotError(
