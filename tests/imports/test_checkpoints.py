@@ -187,6 +187,35 @@ def test_a_pickle_with_more_than_tensors_is_refused(tmp_path: Path) -> None:
         imported(tmp_path, tmp_path / "model.pt", vector="item.weight")
 
 
+def test_a_checkpoint_of_lightning_has_its_weights_under_the_modules_names(tmp_path: Path) -> None:
+    """Beside them lie states of optimizers, callbacks and hyperparameters; an object among those is not unpickled."""
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed: make trainers")
+    weights = {"net.item.weight": torch.tensor(ROWS), "net.head.weight": torch.ones(1, 3)}
+    states = [{"state": {0: {"exp_avg": torch.zeros(len(ROWS), 3)}}, "param_groups": [{"lr": 0.001}]}]
+    content = {
+        "epoch": 0, "pytorch-lightning_version": "2.6.6", "state_dict": weights, "optimizer_states": states,
+        "callbacks": {"EarlyStopping{}": {"best_score": torch.tensor(0.5)}}, "hyper_parameters": {"dim": 3},
+    }  # fmt: skip
+    torch.save(content, tmp_path / "epoch=0-step=5.ckpt")
+    expected = dict(enumerate(ROWS.tolist()))
+    assert imported(tmp_path, tmp_path / "epoch=0-step=5.ckpt", vector="net.item.weight") == expected
+    with pytest.raises(
+        SnapshotError, match=r"name one by --vector \(vector=\): net.item.weight \[\d+, 3\], net.head.weight \[1, 3\]$"
+    ):
+        imported(tmp_path, tmp_path / "epoch=0-step=5.ckpt")
+    (tmp_path / "model").mkdir()
+    torch.save(weights, tmp_path / "model/model.pt")
+    (tmp_path / "model/last.ckpt").write_bytes(b"another program's")
+    assert imported(tmp_path, tmp_path / "model", vector="net.item.weight") == expected
+    torch.save(content | {"hyper_parameters": {"root": Path("x")}}, tmp_path / "last.ckpt")
+    conversion = r"holds pathlib.PosixPath, which only unpickling reads; (?:if you trust who wrote it, write its weights alone: )(.*)$"
+    with pytest.raises(SnapshotError, match=conversion) as refused:
+        imported(tmp_path, tmp_path / "last.ckpt", vector="net.item.weight")
+    program = str(refused.value).rpartition("alone: ")[2].replace("'last", f"'{tmp_path}/last").replace("'weights", f"'{tmp_path}/weights")  # fmt: skip
+    exec(program, {"torch": torch})
+    assert imported(tmp_path, tmp_path / "weights.pt", vector="net.item.weight") == expected
+
+
 def test_a_distributed_checkpoint(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch", reason="PyTorch is not installed: make trainers")
     from torch.distributed import checkpoint

@@ -77,10 +77,8 @@ READ: dict[str, tuple[str | list[str], dict[str, Any], dict[Any, list[float]]]] 
 
 LIVE = "its log says which files and rows are live"
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "delta": ("delta", ITEMS, rf"delta is a Delta table \(_delta_log\): {LIVE}.*delta_scan\('.*/delta'\)"),
-    "a file of a delta table": ("delta/part-0.parquet", ITEMS, "/delta is a Delta table"),
-    "iceberg": ("iceberg", ITEMS, rf"iceberg is an Iceberg table \(metadata\): {LIVE}.*iceberg_scan"),
-    "the data of iceberg": ("iceberg/data", ITEMS, "/iceberg is an Iceberg table"),
+    "a file of a delta table": ("delta/part-0.parquet", ITEMS, rf"/delta is a Delta table \(_delta_log\): {LIVE}.*delta_scan\('.*/delta'\)"),
+    "the data of iceberg": ("iceberg/data", ITEMS, rf"/iceberg is an Iceberg table \(metadata\): {LIVE}.*iceberg_scan"),
     "hudi": ("hudi", ITEMS, rf"hudi is a Hudi table \(\.hoodie\): {LIVE}.*format\('hudi'\)"),
     "paimon": ("paimon", ITEMS, "paimon is a Paimon table"),
     "the data of paimon": ("paimon/bucket-0", ITEMS, "/paimon is a Paimon table"),

@@ -111,7 +111,16 @@ def arrow() -> pa.Table:
     return pa.Table.from_pandas(frame(), preserve_index=False)
 
 
+def as_stream(path: Path, compression: str | None = None) -> None:
+    """Several batches, as `write` of a stream leaves them."""
+    options = pa.ipc.IpcWriteOptions(compression=compression)
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, arrow().schema, options=options) as stream:
+        stream.write_table(arrow(), max_chunksize=7)
+
+
 FILES: dict[str, Callable[[Path], object]] = {
+    "arrow": as_stream,
+    "ipc": lambda path: as_stream(path, "zstd"),
     "parquet": lambda path: frame().to_parquet(path),
     "feather": lambda path: feather.write_feather(arrow(), str(path)),
     "orc": lambda path: orc.write_table(arrow(), str(path)),
@@ -123,6 +132,22 @@ def test_files(tmp_path: Path, ending: str, write: Callable[[Path], object]) -> 
     write(tmp_path / f"items.{ending}")
     imported(str(tmp_path / f"items.{ending}"), tmp_path / "s")
     assert rows_of(tmp_path / "s") == ROWS
+
+
+def test_a_stream_of_arrow_that_was_cut_or_has_no_rows(tmp_path: Path) -> None:
+    (tmp_path / "items").mkdir()
+    as_stream(tmp_path / "items/0.arrow")
+    with pa.OSFile(str(tmp_path / "items/1.arrow"), "wb") as file:  # as Spark leaves parts without rows
+        pa.ipc.new_stream(file, pa.schema([("item_id", pa.null())])).close()
+    left: list[LeftOut] = []
+    imported(tmp_path / "items", tmp_path / "s", on_duplicate="last", left_out=left.append, progress=lambda _: None)
+    assert rows_of(tmp_path / "s") == ROWS
+    assert left == [LeftOut("item", 0, 0)]
+    content = (tmp_path / "items/0.arrow").read_bytes()
+    (tmp_path / "cut.arrow").write_bytes(content[: len(content) * 2 // 3])
+    with pytest.raises(SnapshotError, match=r"cut.arrow: cannot be read"):
+        imported(tmp_path / "cut.arrow", tmp_path / "refused")
+    assert not (tmp_path / "refused").exists()
 
 
 def in_duckdb() -> Any:

@@ -255,6 +255,9 @@ DOORS: dict[str, set[str]] = {
     "torch": {"torch", "imports.torch_tensors"},
     "onnxscript": {"torch"},
     "feast": {"feast"},
+    "h5py": {"imports.keras_weights"},
+    "deltalake": {"imports.lake_tables"},
+    "pyiceberg": {"imports.lake_tables"},
     "httpx": set(),  # tests and benchmarks ask with it; the client has a transport of its own
     "grpc": {"service.rpc"},
     "google": {"service.rpc", "kafka.row_formats"},

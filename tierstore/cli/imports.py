@@ -62,6 +62,10 @@ Integers = Annotated[
         help="Vectors of integers are the numbers themselves; else refused, as codes of a quantized table.",
     ),
 ]
+AsOf = Annotated[
+    str | None,
+    option("VERSION", "Of a Delta or Iceberg table: its version, its snapshot's id, or a time (default: the newest)."),
+]
 OnNull = Annotated[str | None, option("WHAT", "Rows with a null: fail (default), or skip.")]
 OnDuplicate = Annotated[
     str | None, option("WHAT", "Keys that come again: fail (default), or last, which keeps the last row.")
@@ -84,8 +88,8 @@ Paths = Annotated[
     list[Path],
     argument(
         "PATH",
-        "Parquet, Arrow or ORC files, directories of them, a HugeCTR folder, a checkpoint of PyTorch, TFRA or "
-        "dynamicemb, .npz, .npy of keys and of vectors, word2vec's text; or one tables.toml.",
+        "Parquet, Arrow or ORC files, directories of them, a Delta or Iceberg table, a HugeCTR folder, a checkpoint of "
+        "PyTorch, TFRA or dynamicemb, .npz, .npy of keys and of vectors, word2vec's text; or one tables.toml.",
     ),
 ]
 Default = Annotated[
@@ -111,6 +115,7 @@ def import_(
     on_null: OnNull = None,
     on_duplicate: OnDuplicate = None,
     integers: Integers = False,
+    as_of: AsOf = None,
     dense: Dense = None,
     golden: Golden = None,
     out: Out = None,
@@ -147,6 +152,7 @@ def import_(
     if model is None:
         raise typer.BadParameter("expected --model, the name for the model")
     given = {"on_null": on_null, "on_duplicate": on_duplicate, "dim": dim, "integers": integers or None}
+    given["as_of"] = as_of
     tables = _with_given(tables, given)
     _say(json, [_imported(model, tables, dense, out, version, delta_seq, data, url, examples)])
 

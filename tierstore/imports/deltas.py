@@ -27,6 +27,7 @@ from tierstore.formats.normalize import UnfitRow
 from tierstore.formats.snapshot.arrow_shards import IPC_FILE_MAGIC
 from tierstore.formats.strings import without_dictionary
 from tierstore.formats.times import Moment
+from tierstore.imports.column_files import open_columns
 from tierstore.imports.columns import (
     SKIP_NULLS,
     Chosen,
@@ -38,7 +39,7 @@ from tierstore.imports.columns import (
     vectors_of,
 )
 from tierstore.imports.places import FORMATS, RowsKind, RowsPlace, places_of
-from tierstore.imports.sources import as_paths, naming_rows, open_columns
+from tierstore.imports.sources import as_paths, naming_rows
 from tierstore.types import KeyType, check_name
 
 TABLE, DELETED = "table", "deleted"  # columns that are read where a file has them
@@ -159,7 +160,8 @@ class _Rows:
 
     def add(self, place: RowsPlace) -> None:
         file = str(place.path)
-        with naming_rows(file), open_columns(place.path) as (schema, batches):
+        with naming_rows(file):
+            schema, batches, *_ = open_columns(place.path)
             folders = dict(place.folders)
             table = self._column(self._columns.table, TABLE, schema, folders) if self._table is None else None
             deleted = self._column(self._columns.deleted, DELETED, schema, folders)

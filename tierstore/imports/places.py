@@ -1,7 +1,9 @@
-"""What lies where a source points to: files of columns, checkpoints, pairs, arrays, text; told apart by their names.
+"""What lies where a source points to: files of columns, lake tables, checkpoints, pairs, arrays, text; told apart by
+their names.
 
 Directories are searched to their bottom. What begins with `_` or a dot is passed over, and so are data directories and
-snapshots of tierstore. Tables that a log describes are refused. Any thread; nothing is read but names.
+snapshots of tierstore. Tables that a log describes are taken by their own directory alone, and only where something
+here reads the log. Any thread; nothing is read but names, and what a saved dataset says of its files.
 """
 
 from __future__ import annotations
@@ -22,19 +24,33 @@ from tierstore.errors import SnapshotError
 from tierstore.formats.names import BUILT_MANIFEST, DIRECTORY_FORMAT, LOCK, SNAPSHOT_MANIFEST
 from tierstore.formats.objects import names_below
 from tierstore.formats.snapshot.checksum import is_hugectr
-from tierstore.formats.snapshot.table_logs import log_above, reason_of_log
+from tierstore.formats.snapshot.table_logs import DELTA, ICEBERG, log_above, log_in, reason_of_log
+from tierstore.imports.hugging_face import dataset_files, dataset_folders
 from tierstore.imports.raw_pairs import folders_of_pairs, pairs_in
 
-TORCH_FILES = (".pt", ".pth", ".bin")
+LIGHTNING, KERAS = ".ckpt", ".keras"
+HDF5 = (".h5", ".hdf5", KERAS)
 SAFETENSORS, NPZ, NPY = ".safetensors", ".npz", ".npy"
 FORMATS = {".parquet": "parquet", ".arrow": "ipc", ".feather": "ipc", ".ipc": "ipc", ".orc": "orc"}
-_TENSORS = (*TORCH_FILES, SAFETENSORS, NPZ, NPY)
+_TENSORS = (".pt", ".pth", ".bin", LIGHTNING, *HDF5, SAFETENSORS, NPZ, NPY)
 _TEXT = (".txt", ".vec")
-# of Keras, TensorFlow's checkpoints and SavedModels, Orbax
-_TRAINERS = re.compile(
-    r".+\.(?:keras|h5|hdf5|index|data-\d+-of-\d+)|saved_model\.pb|manifest\.ocdbt|_CHECKPOINT_METADATA"
+_TENSORFLOW = (
+    "import numpy, tensorflow; checkpoint = tensorflow.train.load_checkpoint({path!r}); "
+    "numpy.savez('item.npz', vectors=checkpoint.get_tensor('NAME')), with a NAME of "
+    "checkpoint.get_variable_to_shape_map()"
+)
+_ORBAX = (
+    "import numpy, orbax.checkpoint; state = orbax.checkpoint.PyTreeCheckpointer().restore({path!r}); "
+    "numpy.savez('item.npz', vectors=state['NAME']), with the NAMEs that lead to the table"
+)
+# what only a large package reads: the names of its files, the checkpoint that they are of, and a program for its rows
+_TRAINERS = (
+    (re.compile(r"(.+)\.(?:index|data-\d+-of-\d+)"), r"\1", "a TensorFlow checkpoint", _TENSORFLOW),
+    (re.compile(r"saved_model\.pb"), "variables/variables", "a TensorFlow SavedModel", _TENSORFLOW),
+    (re.compile(r"manifest\.ocdbt|_CHECKPOINT_METADATA"), "", "an Orbax checkpoint", _ORBAX),
 )
 _DISTRIBUTED = ".metadata"  # of torch.distributed.checkpoint, in its directory
+ICEBERG_METADATA = re.compile(r".+\.metadata\.json")
 _HIVE = re.compile(r"([^=]+)=(.*)")
 _HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 _NUMBER = re.compile(r"0|-?[1-9][0-9]{0,17}")
@@ -44,6 +60,8 @@ class RowsKind(Enum):
     """How rows lie in a file, or in files that belong together."""
 
     COLUMNS = "Parquet, Arrow or ORC"
+    DELTA = "a Delta table"
+    ICEBERG = "an Iceberg table"
     PAIRS = "pairs of TFRA or dynamicemb"
     HUGECTR = "a HugeCTR folder"
     TENSORS = "tensors"
@@ -58,6 +76,9 @@ class RowsPlace:
     path: Path
     files: tuple[Path, ...] = ()
     folders: tuple[tuple[str, pa.Scalar], ...] = ()
+
+
+_BY_LOG = {DELTA: RowsKind.DELTA, ICEBERG: RowsKind.ICEBERG}
 
 
 def is_distributed(path: Path) -> bool:
@@ -88,11 +109,18 @@ def _places(path: Path) -> list[RowsPlace]:
         return [RowsPlace(RowsKind.PAIRS, path)]
     if not path.exists():
         raise SnapshotError("is missing", file=str(path))
+    if ICEBERG_METADATA.fullmatch(path.name):
+        return [RowsPlace(RowsKind.ICEBERG, path)]
+    log = log_in(path)
+    if log in _BY_LOG:
+        return [RowsPlace(_BY_LOG[log], path)]
     if path.is_dir():
         if is_distributed(path):
             return [RowsPlace(RowsKind.TENSORS, path, (path,))]
         if is_hugectr(path):
             return [RowsPlace(RowsKind.HUGECTR, path)]
+        if (files := dataset_files(path)) is not None:
+            return [RowsPlace(RowsKind.COLUMNS, file, (file,)) for file in files]
         return _in_directory(path)
     reason = reason_of_log(path.parent, [PurePosixPath(path.name)]) or log_above(path)
     if reason is not None:
@@ -124,6 +152,12 @@ def _in_directory(path: Path) -> list[RowsPlace]:
             f"{path / deeper[0]}",
             file=str(path),
         )
+    if datasets := dataset_folders(names):
+        raise SnapshotError(
+            f"holds datasets of Hugging Face in {len(datasets)} of its directories, whose states name their "
+            f"files: name one, as {path / datasets[0]}",
+            file=str(path),
+        )
     own = _own_directories(names)
     if PurePosixPath() in own:
         raise SnapshotError(own[PurePosixPath()], file=str(path))
@@ -136,6 +170,7 @@ def _in_directory(path: Path) -> list[RowsPlace]:
     kinds = {kind: file for file in reversed(files) if (kind := kind_of(file)) is not None}
     if RowsKind.TENSORS in kinds and RowsKind.COLUMNS not in kinds:  # with a checkpoint lie its settings and words
         files = [file for file in files if kind_of(file) is RowsKind.TENSORS]
+        files = [file for file in files if file.suffix.lower() != LIGHTNING] or files  # one beside weights has them too
     elif len(kinds) > 1:
         one, other = list(kinds.values())[:2]
         raise SnapshotError(
@@ -151,13 +186,16 @@ def _in_directory(path: Path) -> list[RowsPlace]:
 
 def _refuse_trainers(path: Path, names: Iterable[PurePosixPath]) -> None:
     """Raise SnapshotError where the trainer that wrote these files has to be asked for the rows."""
-    found = next((name for name in names if _TRAINERS.fullmatch(name.name)), None)
-    if found is not None:
-        raise SnapshotError(
-            f"{found} is a file of Keras, TensorFlow or Orbax, which is not read: write its tables from the program "
-            "that loads it, with SnapshotWriter (docs/trainers.md)",
-            file=str(path),
-        )
+    folder = path if path.is_dir() else path.parent
+    for name in names:
+        for files, checkpoint, trainer, program in _TRAINERS:
+            if (found := files.fullmatch(name.name)) is not None:
+                where = (folder / name.parent / found.expand(checkpoint)).absolute()
+                raise SnapshotError(
+                    f"{name} is a file of {trainer}, which is not read. A program writes a table of it as .npz, which "
+                    f"is: {program.format(path=str(where))} (docs/trainers.md)",
+                    file=str(path),
+                )
 
 
 def _own_directories(names: Sequence[PurePosixPath]) -> dict[PurePosixPath, str]:

@@ -6,7 +6,7 @@ Files are read batch by batch: memory is bounded by a few batches, and for Parqu
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,9 +22,9 @@ from tierstore.formats.columns import Malformed
 from tierstore.formats.names import HUGECTR_KEYS
 from tierstore.formats.normalize import UnfitRow, guessed_key_type, refused_integers, vector_rows
 from tierstore.formats.row_times import Times, as_times
-from tierstore.formats.snapshot.arrow_shards import IPC_FILE_MAGIC
 from tierstore.formats.snapshot.reader import naming
-from tierstore.formats.snapshot.table_logs import DELTA_ADVICE, log_above
+from tierstore.formats.snapshot.table_logs import log_above
+from tierstore.imports.column_files import BATCH_ROWS, ColumnSource, open_columns
 from tierstore.imports.columns import (
     TAKE_INTEGERS,
     Chosen,
@@ -36,9 +36,12 @@ from tierstore.imports.columns import (
     vectors_of,
     without_nulls,
 )
+from tierstore.imports.hugging_face import dataset_reader
+from tierstore.imports.keras_weights import read_keras
+from tierstore.imports.lake_tables import AsOf, as_of, lake_object, open_delta, open_iceberg
 from tierstore.imports.named_tensors import NamedTensors, read_npy_files, read_npz_file, read_safetensors_file
 from tierstore.imports.places import (
-    FORMATS,
+    HDF5,
     NPY,
     NPZ,
     SAFETENSORS,
@@ -53,8 +56,6 @@ from tierstore.imports.tensor_rows import rows_in_tensors
 from tierstore.imports.text_vectors import read_text
 from tierstore.imports.torch_tensors import read_distributed, read_saved
 from tierstore.types import KeyType
-
-_BATCH_ROWS = 1 << 15
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,8 @@ class Wanted:
     """Names of the columns of keys, vectors and times (None: there are none), and the type to convert keys to, if any.
 
     skip_nulls: pass over rows that hold a null; else they are errors. dim: numbers of a vector, where that is said.
-    integers: vectors of integers are meant, and no codes. has_default: the caller says what absent keys get.
+    integers: vectors of integers are meant, and no codes. has_default: the caller says what absent keys get. as_of:
+    which version of a lake table, by number or time. in_order: the order of rows counts.
     """
 
     key: str
@@ -106,6 +108,8 @@ class Wanted:
     dim: int | None = None
     integers: bool = False
     has_default: bool = False
+    as_of: AsOf | None = None
+    in_order: bool = False
 
 
 def blocks(source: Any, wanted: Wanted) -> Iterator[Block]:
@@ -119,11 +123,14 @@ def blocks(source: Any, wanted: Wanted) -> Iterator[Block]:
             yield from _opened(place, wanted)
         return
     with naming_rows("the table"):
+        _refuse_version(wanted)
         if isinstance(source, Mapping):
             yield from _of_columns(source, wanted)
-            return
-        reader = _reader(source)
-        yield from _of_batches("the table", _chosen(reader.schema, wanted), reader, wanted.skip_nulls)
+        elif (table := lake_object(source)) is not None:
+            yield from _of_table("the table", table, wanted)
+        else:
+            reader = _reader(source)
+            yield from _of_batches("the table", _chosen(reader.schema, wanted), reader, wanted.skip_nulls)
 
 
 def check(source: Any, wanted: Wanted) -> None:
@@ -153,8 +160,8 @@ def as_paths(source: Any) -> list[Path] | None:
     return None
 
 
-def rows_in(source: Any) -> int:
-    """How many rows there are, where that can be found without reading them; else 0."""
+def rows_in(source: Any, version: AsOf | None = None) -> int:
+    """About how many rows there are, where that can be found without reading them; else 0."""
     paths = as_paths(source)
     if paths is None:
         return len(source) if hasattr(source, "__len__") and not isinstance(source, Mapping) else 0
@@ -163,11 +170,12 @@ def rows_in(source: Any) -> int:
         for place in places_of(paths):
             if place.kind is RowsKind.HUGECTR:
                 total += (place.path / HUGECTR_KEYS).stat().st_size // 8
-            elif place.kind is RowsKind.COLUMNS:
-                total += _dataset(place.path).count_rows()
+            elif place.kind in _COLUMNS:
+                with naming_rows(str(place.path)):
+                    total += _columns_of(place, version).count()
             else:
                 return 0
-    except (OSError, pa.ArrowException, SnapshotError):
+    except (OSError, SnapshotError):
         return 0  # reading it reports what is wrong
     return total
 
@@ -205,9 +213,11 @@ def naming_rows(file: str) -> Iterator[None]:
 def _opened(place: RowsPlace, wanted: Wanted) -> Iterator[Block]:
     """The blocks of a place. What names and headers show is checked at once, rows when they are read."""
     file = str(place.path)
-    if place.kind is RowsKind.COLUMNS:
+    if place.kind in _COLUMNS:
         with naming_rows(file):
             return _named(file, _of_file(place, wanted))
+    with naming_rows(file):
+        _refuse_version(wanted)
     if wanted.time is not None:
         raise SnapshotError(
             f"expected a column {wanted.time!r} for times, which a checkpoint does not have: without it all rows have "
@@ -249,6 +259,9 @@ def _tensors_of(file: Path) -> NamedTensors:
     if ending in (SAFETENSORS, NPZ):
         with naming_rows(str(file)):
             return read_safetensors_file(file) if ending == SAFETENSORS else read_npz_file(file)
+    if ending in HDF5:
+        with naming_rows(str(file)):
+            return read_keras(file)
     return read_distributed(file) if file.is_dir() else read_saved(file)
 
 
@@ -266,51 +279,49 @@ def _of_parts(file: str, parts: Iterator[RowsPart], wanted: Wanted) -> Iterator[
             yield Block(part.place, part.first, key_type, keys, part.vectors, kept=part.kept, default=part.default)
 
 
+_LAKES = {RowsKind.DELTA: open_delta, RowsKind.ICEBERG: open_iceberg}
+_COLUMNS = {RowsKind.COLUMNS, *_LAKES}
+
+
+def _columns_of(place: RowsPlace, version: AsOf | None) -> ColumnSource:
+    if place.kind in _LAKES:
+        return _LAKES[place.kind](place.path, None if version is None else as_of(version))
+    return open_columns(place.path)
+
+
 def _of_file(place: RowsPlace, wanted: Wanted) -> Iterator[Block]:
-    """Blocks of a file of columns. One without rows has none, whatever its columns: their types are then often null."""
-    data = _dataset(place.path)
-    _refuse_delta(data)
+    """Blocks of a file of columns, or a lake table. A file without rows has none, whatever its columns: their types are
+    then often null.
+    """
+    source = _columns_of(place, wanted.as_of)
+    if place.kind in _LAKES:
+        return _of_table(str(place.path), source, wanted)
+    _refuse_version(wanted)
+    _refuse_mapped(source.schema)
     try:
-        chosen = _chosen(data.schema, wanted, dict(place.folders))
+        chosen = _chosen(source.schema, wanted, dict(place.folders))
     except InvalidInput as error:
-        rows = data.count_rows()
+        rows = source.count()
         if rows and not (isinstance(error, NullColumn) and wanted.skip_nulls):
             raise
         return iter([Block(str(place.path), 0, KeyType.INT64, [], np.empty((0, 0)), left_out=rows)])
-    return _of_batches(str(place.path), chosen, _scanned(data, chosen.to_read), wanted.skip_nulls)
+    return _of_batches(str(place.path), chosen, source.batches(chosen.to_read), wanted.skip_nulls)
 
 
-def _scanned(data: ds.Dataset, names: Sequence[str]) -> Iterator[pa.RecordBatch]:
-    """The batches of a file; Arrow begins to read ahead when the first is asked for."""
-    yield from data.to_batches(columns=list(names), batch_size=_BATCH_ROWS, batch_readahead=2)
+def _of_table(file: str, source: ColumnSource, wanted: Wanted) -> Iterator[Block]:
+    """Blocks of a table that need not give its rows in an order."""
+    if wanted.in_order and not source.is_ordered:
+        raise InvalidInput(
+            "--on-duplicate last (on_duplicate='last'): expected rows in an order, which this table does not promise: "
+            "have the engine that writes it keep one row of each key"
+        )
+    chosen = _chosen(source.schema, wanted)
+    return _of_batches(file, chosen, source.batches(chosen.to_read), wanted.skip_nulls)
 
 
-@contextmanager
-def open_columns(file: Path) -> Iterator[tuple[pa.Schema, Callable[[Sequence[str]], Iterator[pa.RecordBatch]]]]:
-    """The schema of a file of columns, and what reads batches of some columns; of Arrow also its streams."""
-    if FORMATS[file.suffix.lower()] != "ipc" or _is_ipc_file(file):
-        data = _dataset(file)
-        yield data.schema, lambda names: _scanned(data, names)
-        return
-    with pa.memory_map(str(file)) as source, pa.ipc.open_stream(source) as stream:
-        yield stream.schema, lambda names: _sliced(stream, names)
-
-
-def _sliced(stream: pa.RecordBatchReader, names: Sequence[str]) -> Iterator[pa.RecordBatch]:
-    for batch in stream:
-        batch.validate(full=True)
-        for first in range(0, len(batch), _BATCH_ROWS):
-            yield batch.select(names).slice(first, _BATCH_ROWS)
-
-
-def _is_ipc_file(file: Path) -> bool:
-    """Whether it is of Arrow's file format, and no stream."""
-    with file.open("rb") as opened:
-        return opened.read(len(IPC_FILE_MAGIC)) == IPC_FILE_MAGIC
-
-
-def _dataset(file: Path) -> ds.Dataset:
-    return ds.dataset(file, format=FORMATS[file.suffix.lower()])
+def _refuse_version(wanted: Wanted) -> None:
+    if wanted.as_of is not None:
+        raise InvalidInput("--as-of (as_of=): expected the path of a Delta or Iceberg table, which alone has versions")
 
 
 def _of_batches(file: str, chosen: Chosen, batches: Any, skip_nulls: bool) -> Iterator[Block]:
@@ -372,19 +383,26 @@ def _side_by_side(columns: Mapping[str, Any], names: Sequence[str], integers: bo
 _PHYSICAL_NAME = b"delta.columnMapping.physicalName"
 
 
-def _refuse_delta(source: Any) -> None:
-    """Raise InvalidInput for a Delta table in PyArrow's hands that gives other rows than the table has.
+def _refuse_mapped(schema: pa.Schema) -> None:
+    """Raise InvalidInput for columns of a Delta table that are mapped, in PyArrow's hands.
 
-    Where its columns are mapped, PyArrow looks the columns up in the files by the table's names for them, and finds
-    nulls, or a column that had this name once. A dataset of plain files knows no log. QueryBuilder reads both right;
-    what it gives is no object of PyArrow.
+    PyArrow looks them up in the files by the table's names for them, and finds nulls, or a column that had this name
+    once. deltalake itself reads them right.
     """
-    mapped = [one.name for one in source.schema if one.metadata is not None and _PHYSICAL_NAME in one.metadata]
+    mapped = [one.name for one in schema if one.metadata is not None and _PHYSICAL_NAME in one.metadata]
     if mapped:
         raise InvalidInput(
             f"columns {', '.join(map(repr, mapped[:3]))} are of a Delta table with column mapping, whose files have "
-            f"them under other names: PyArrow reads nulls there, or what had the name before. {DELTA_ADVICE}"
+            "them under other names: PyArrow reads nulls there, or what had the name before. Import the table by its "
+            "directory, or the deltalake.DeltaTable itself"
         )
+
+
+def _refuse_delta(source: Any) -> None:
+    """Raise InvalidInput for a Delta table in PyArrow's hands that gives other rows than the table has: with mapped
+    columns, or as a dataset of plain files, which knows no log.
+    """
+    _refuse_mapped(source.schema)
     if isinstance(source, ds.FileSystemDataset) and isinstance(source.filesystem, LocalFileSystem):
         for folder in {Path(file).parent for file in source.files}:
             reason = log_above(folder / "file")
@@ -396,26 +414,27 @@ def _reader(source: Any) -> pa.RecordBatchReader:
     """Arrow batches of a frame, a table, or any object with Arrow's C stream interface."""
     if isinstance(source, (ds.Dataset, pa.Table, pa.RecordBatch, pa.RecordBatchReader)):
         _refuse_delta(source)
+    if (reader := dataset_reader(source, BATCH_ROWS)) is not None:
+        return reader
     if isinstance(source, pa.RecordBatch):
         source = pa.Table.from_batches([source])
     if isinstance(source, ds.Dataset):
         # others implement Arrow's class (Vortex's), and refuse what they do not have
         is_arrows = type(source).__module__.startswith("pyarrow.")
-        options = {"batch_size": _BATCH_ROWS, "batch_readahead": 2} if is_arrows else {}
+        options = {"batch_size": BATCH_ROWS, "batch_readahead": 2} if is_arrows else {}
         return source.scanner(**options).to_reader()
     if isinstance(source, pa.Table):
-        return source.to_reader(_BATCH_ROWS)
+        return source.to_reader(BATCH_ROWS)
     if type(source).__name__ == "LazyFrame":  # of Polars
         source = source.collect()
     if type(source).__module__.startswith("dask"):
         raise InvalidInput("got a frame of Dask: write it by to_parquet(…) and pass the path, or pass its compute()")
     if hasattr(source, "iloc"):  # pandas: a named index may be the key
         named = any(name is not None for name in source.index.names)
-        return pa.Table.from_pandas(source, preserve_index=named).to_reader(_BATCH_ROWS)
+        return pa.Table.from_pandas(source, preserve_index=named).to_reader(BATCH_ROWS)
     if hasattr(source, "__arrow_c_stream__"):
         return pa.RecordBatchReader.from_stream(source)
-    name = type(source).__name__
     raise InvalidInput(
         "expected paths, a data frame (pandas, Polars, DuckDB), Arrow data or a mapping of columns, got "
-        f"{name}{f'. {DELTA_ADVICE}' if name == 'DeltaTable' else '; write it as Parquet and pass the path'}"
+        f"{type(source).__name__}; write it as Parquet and pass the path"
     )

@@ -28,6 +28,7 @@ from tierstore.formats.snapshot.golden import RTOL
 from tierstore.formats.snapshot.manifest import Manifest
 from tierstore.formats.snapshot.writer import SnapshotWriter, TableWriter
 from tierstore.imports.golden import write_golden_file
+from tierstore.imports.lake_tables import AsOf
 from tierstore.imports.sources import Block, Wanted, bad_row, blocks, check, rows_in
 from tierstore.kernels.codec import BadRow, encode
 from tierstore.types import Combiner, KeyType, Progress, ProgressFn, StorageDtype
@@ -55,7 +56,7 @@ class TableSource:
         ttl_s: rows that were not written for so long expire.
         features: by default one with the table's name.
         dim: numbers of a vector, as for `import_table`.
-        on_null: as for `import_table`; so are `on_duplicate` and `integers`.
+        on_null: as for `import_table`; so are `on_duplicate`, `integers` and `as_of`.
     """
 
     name: str
@@ -72,13 +73,16 @@ class TableSource:
     on_duplicate: str = "fail"
     dim: int | None = None
     integers: bool = False
+    as_of: AsOf | None = None
 
     @property
     def wanted(self) -> Wanted:
         """What is read of the source."""
         key_type = None if self.key_type is None else KeyType(self.key_type)
         how = {"skip_nulls": self.on_null == "skip", "integers": self.integers, "has_default": self.default is not None}
-        return Wanted(self.key, self.vector, key_type, self.time_column, dim=self.dim, **how)
+        order = self.on_duplicate == "last"
+        columns = self.key, self.vector, key_type, self.time_column
+        return Wanted(*columns, dim=self.dim, as_of=self.as_of, in_order=order, **how)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +127,7 @@ def import_table(
     on_duplicate: str = "fail",
     dim: int | None = None,
     integers: bool = False,
+    as_of: AsOf | None = None,
     dense: Paths | bytes | None = None,
     out: Paths | None = None,
     version: int | None = None,
@@ -137,8 +142,8 @@ def import_table(
 
     Args:
         source: a path or paths of Parquet, Arrow or ORC files, of directories of them (as Spark, Ray, DuckDB and pandas
-            write them), of checkpoints, `.npz`, `.npy`, word2vec's text, or of a HugeCTR folder; or a frame (pandas,
-            Polars, DuckDB), Arrow data, or a mapping of columns.
+            write them), of a Delta or Iceberg table (`as_of`: its version or snapshot, or a time), of checkpoints,
+            `.npz`, `.npy`, text, or of a HugeCTR folder; or a frame, Arrow data, or a mapping of columns.
         key: the column of the keys: integers of any width, or strings; as `meta.id`, a field of a structure. vector:
             that of the vectors (lists, fixed-size lists, arrays), or those of one number each: their names, or a
             pattern such as `f*` (`f2` before `f10`).
@@ -152,15 +157,14 @@ def import_table(
             on_duplicate: `last` keeps the last row of a key, and holds all keys in memory; else the load fails.
         dim: numbers of a vector: others are refused; HugeCTR's files are compared with it, and TFRA's need it.
             integers: vectors of integers are meant; else they are refused, as codes of a quantized table.
-        dense: an ONNX file. golden: a Parquet file of golden examples (`imports/golden.py`). left_out: called at the
-            end of the table with what was left out.
+        dense: an ONNX file. golden: a Parquet file of golden examples. left_out: called with what was left out.
         out: default `snapshots/<model>/<version>`. version: default the time, as 20261120093000. delta_seq: deltas up
             to this one are in the rows already.
 
     SnapshotError names file, row and reason.
     """
     of = (Feature(feature or table, combiner, padding_key),)
-    columns = key, vector, key_type, dtype, default, of, ttl_s, time_column, on_null, on_duplicate, dim, integers
+    columns = key, vector, key_type, dtype, default, of, ttl_s, time_column, on_null, on_duplicate, dim, integers, as_of
     how: dict[str, Any] = {"delta_seq": delta_seq, "progress": progress, "left_out": left_out, "golden": golden}
     one = [TableSource(table, source, *columns)]
     return import_tables(one, model=model, dense=dense, out=out, version=version, **how)
@@ -184,7 +188,7 @@ def import_tables(
     check_tables(tables, model=model, version=number, delta_seq=delta_seq)
     where = Path(out) if out is not None else Path("snapshots") / model / str(number)
     report = progress or (lambda _: None)
-    total = sum(rows_in(table.source) for table in tables) if progress is not None else 0
+    total = sum(rows_in(table.source, table.as_of) for table in tables) if progress is not None else 0
     done = 0
     created = not where.exists()
     with files.new_dirs(where.parent):

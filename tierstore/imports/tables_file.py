@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import tomllib
+from datetime import datetime
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -37,6 +38,7 @@ class _TableEntry(_Strict):
     on_duplicate: str = "fail"
     dim: int | None = None
     integers: bool = False
+    as_of: int | str | datetime | None = None
     features: dict[str, _FeatureEntry] = Field(default_factory=dict)
 
 
@@ -113,4 +115,5 @@ def _source(name: str, entry: _TableEntry, root: Path) -> TableSource:
         entry.on_duplicate,
         entry.dim,
         entry.integers,
+        entry.as_of,
     )

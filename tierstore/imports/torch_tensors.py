@@ -14,8 +14,11 @@ import numpy as np
 
 from tierstore.errors import MissingExtra, SnapshotError
 from tierstore.imports.named_tensors import NamedTensors, TensorKind
+from tierstore.imports.places import LIGHTNING
 from tierstore.imports.raw_pairs import BATCH_ROWS
 
+_WEIGHTS = "state_dict"  # in a checkpoint of Lightning
+_UNPICKLED = re.compile(r"GLOBAL (\S+) was not an allowed global")  # as PyTorch says it
 _WORD2VEC = re.compile(rb"[0-9]+ [0-9]+\n")
 
 
@@ -30,7 +33,10 @@ def _torch() -> Any:
 
 
 def read_saved(path: Path) -> NamedTensors:
-    """Tensors of a file that `torch.save` wrote, by their names; those of nested dictionaries by dotted ones."""
+    """Tensors of a file that `torch.save` wrote, by their names; those of nested dictionaries by dotted ones.
+
+    Of Lightning's checkpoints these are the weights alone, under the names that the module has for them.
+    """
     with path.open("rb") as file:
         if _WORD2VEC.match(file.read(64)):
             raise SnapshotError(
@@ -42,7 +48,9 @@ def read_saved(path: Path) -> NamedTensors:
     except (RuntimeError, ValueError):
         content = _unmapped(torch, path)
     except Exception as error:
-        raise SnapshotError(_unreadable(error), file=str(path)) from error
+        raise SnapshotError(_unreadable(path, error), file=str(path)) from error
+    if path.suffix.lower() == LIGHTNING and isinstance(content, Mapping):
+        content = content.get(_WEIGHTS, content)
     tensors: dict[str, Any] = {}
     _collect(torch, "", content, tensors)
     return NamedTensors(
@@ -102,12 +110,20 @@ def _unmapped(torch: Any, path: Path) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        raise SnapshotError(_unreadable(error), file=str(path)) from error
+        raise SnapshotError(_unreadable(path, error), file=str(path)) from error
 
 
-def _unreadable(error: Exception) -> str:
+def _unreadable(path: Path, error: Exception) -> str:
+    beside = _UNPICKLED.search(str(error))
     first = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return f"cannot be read as a file of tensors alone (torch.load with weights_only): {first}; save model.state_dict()"
+    reason = first if beside is None else f"it holds {beside[1]}, which only unpickling reads"
+    what_to_do = "save model.state_dict()"
+    if path.suffix.lower() == LIGHTNING:
+        what_to_do = (
+            "if you trust who wrote it, write its weights alone: "
+            f"torch.save(torch.load({path.name!r}, weights_only=False)[{_WEIGHTS!r}], 'weights.pt')"
+        )
+    return f"cannot be read as a file of tensors alone (torch.load with weights_only): {reason}; {what_to_do}"
 
 
 def _collect(torch: Any, prefix: str, content: Any, tensors: dict[str, Any]) -> None:
