@@ -1,4 +1,4 @@
-"""Messages of look-ups over gRPC, good ones and seeded mutations of them; which wait for a thread; what answers hold.
+"""Messages of look-ups over gRPC, good ones and seeded mutations of them; calls that wait; what answers hold.
 
 Two servers over one store get the same messages: one as it is, and one whose reactors learn nothing.
 """
@@ -21,7 +21,7 @@ from tritonclient.grpc import service_pb2  # noqa: E402
 from tests.engine.quick_build import in_process  # noqa: E402
 from tests.service.conftest import eventually, settings_for  # noqa: E402
 from tests.service.fake_store import VERSION, FakeStore  # noqa: E402
-from tests.service.scenes import KEYS, items, write_snapshot  # noqa: E402
+from tests.service.scenes import KEYS, write_snapshot  # noqa: E402
 from tierstore.engine.store import Store  # noqa: E402
 from tierstore.service.rpc.protobuf import (  # noqa: E402
     Parts,
@@ -209,47 +209,12 @@ def test_a_call_with_another_number_of_messages(channels: list[Any], count: int)
     assert codes[0] == codes[1] == (Code.OK if count else Code.UNIMPLEMENTED)
 
 
-# --- who answers
-
-
-class Handed:
-    """The calls that were handed to the look-up threads."""
-
-    def __init__(self, server: ServerThread, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.calls: list[Any] = []
-        self._handed = server.service.lookup_pool.start
-        monkeypatch.setattr(server.service.lookup_pool, "start", self._start)
-
-    def _start(self, *call: Any, **more: Any) -> None:
-        self.calls.append(call)
-        self._handed(*call, **more)
-
-
 def keys_request(count: int) -> bytes:
     made: bytes = infer_request({"item_id": ("INT64", np.arange(count))}, {}).SerializeToString()
     return made
 
 
-def test_threads_are_for_what_waits_and_what_is_long(
-    fake: tuple[FakeStore, ServerThread], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store, server = fake
-    handed = Handed(server, monkeypatch)
-    with grpc.insecure_channel(server.grpc_target) as channel:
-        call = channel.unary_unary(INFER)
-        for _ in range(3):
-            call(keys_request(8), timeout=60)
-        assert not handed.calls
-        call(keys_request(9000), timeout=60)
-        assert len(handed.calls) == 1
-        gate = store.model("ctr").gate
-        gate.clear()
-        waiting = call.future(keys_request(8), timeout=60)
-        eventually(lambda: len(handed.calls) == 2, "a call that waits")
-        gate.set()
-        answer = service_pb2.ModelInferResponse.FromString(waiting.result())
-        rows = np.frombuffer(answer.raw_output_contents[0], np.float32).reshape(-1, 4)
-        np.testing.assert_array_equal(rows, items(np.arange(8)))
+# --- what waits
 
 
 def test_a_call_that_waits_is_finished_when_the_server_ends(fake: tuple[FakeStore, ServerThread]) -> None:
