@@ -21,7 +21,15 @@ from tierstore.service.context import Service
 from tierstore.service.error_status import http_outcome
 from tierstore.service.http.application import HttpRequest
 from tierstore.service.http.fronts import FrontsHttp
-from tierstore.service.http.messages import Disconnected, Receive, Response, Scope, body_deadline, error_response
+from tierstore.service.http.messages import (
+    Disconnected,
+    Receive,
+    Response,
+    Scope,
+    body_deadline,
+    error_response,
+    failed_response,
+)
 from tierstore.service.http.middleware import AccessCheck, RequestLogging
 from tierstore.service.http.oip import OipHttp
 from tierstore.service.http.tfserving import TfsHttp
@@ -86,9 +94,13 @@ class Root:
             ended(None, error)
 
     def _answer(self, request: HttpRequest) -> Response | None:
-        with self._access.attempt(request.scope) as attempt:
-            response = attempt.response = request.refusal or request.application.answer(request)
-        self._log.note(request.scope, response)
+        """The response, on whichever thread; None: nobody waits for one."""
+        try:
+            with self._access.attempt(request.scope) as attempt:
+                response = attempt.response = request.refusal or request.application.answer(request)
+            self._log.note(request.scope, response)
+        except Exception:  # noqa: BLE001 - the last place where an error can still be answered
+            return failed_response(request.scope["path"])
         return response
 
     def cut_off(self, scope: Scope) -> Response:

@@ -14,7 +14,7 @@ import pytest
 
 from tests.service.conftest import eventually, settings_for
 from tests.service.fake_store import FakeLookup, FakeStore
-from tests.service.raw_clients import Answer, connections, request
+from tests.service.raw_clients import Answer, connections, many_files, request
 from tierstore.errors import DeadlineExceeded, Overloaded
 from tierstore.service.limits import shedding
 from tierstore.service.limits.shedding import Caller, Gone, Shed, Waits
@@ -226,6 +226,47 @@ def test_a_request_of_a_client_that_has_gone_is_not_worked_on(
     eventually(lambda: counts.of("gone") == 1, "its call was dropped")
     assert finished == [2]
     eventually(lambda: server.service.inflight.used_bytes == 0, "what it held is given back")
+
+
+CLIENTS = 1000
+
+
+def test_nothing_runs_for_a_thousand_clients_that_have_gone(tmp_path: Path) -> None:
+    store = FakeStore(settings_for(tmp_path, lookup_threads=1, lookup_queue=CLIENTS, max_queue_s=3600))
+    model, opened = store.model("ctr"), list[object]()
+    view = model.view
+    model.view = lambda *of: (opened.append(of), view(*of))[1]  # type: ignore[method-assign]
+    message = request(PATH, ITEM)
+
+    async def run(server: ServerThread) -> None:
+        pool, reactors = server.service.lookup_pool, server.service.reactors
+        assert isinstance(reactors, Reactors)
+        async with asyncio.timeout(60), connections(server.port) as connect:
+            model.gate.clear()
+            first = asyncio.ensure_future((await connect()).ask(message))
+            while not opened:
+                await asyncio.sleep(0.001)
+            leavers = [await connect() for _ in range(CLIENTS)]
+            asking = [asyncio.ensure_future(leaver.ask(message)) for leaver in leavers]
+            while pool.waiting < CLIENTS:
+                await asyncio.sleep(0.001)
+            for leaver in leavers:
+                leaver.close()
+            assert {(await each).status for each in asking} == {0}
+            while np.count_nonzero(reactors.conns["lost"]) < CLIENTS:
+                await asyncio.sleep(0.001)
+            model.gate.set()
+            assert (await first).status == 200
+
+    with many_files(), ServerThread(store) as server:  # type: ignore[arg-type]
+        try:
+            asyncio.run(run(server))
+        finally:
+            model.gate.set()
+        eventually(lambda: not server.service.lookup_pool.under_way(), "the queue is empty")
+        assert server.service.shed.of("gone") == CLIENTS
+        assert len(opened) == 1
+        eventually(lambda: server.service.inflight.used_bytes == 0, "what they held is given back")
 
 
 def test_over_tensorflow_serving_json_too(

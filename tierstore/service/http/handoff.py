@@ -34,6 +34,7 @@ from tierstore.service.http.messages import (
     Response,
     Scope,
     date_now,
+    failed_response,
     problem,
     response_head,
     scope_of,
@@ -270,7 +271,7 @@ class Handoff:
         try:
             response = await self._root(scope, _received(body))
         except Exception:  # noqa: BLE001 - the last place where an error can still be answered
-            response = _failed(scope)
+            response = failed_response(scope["path"])
         _send(answer, scope, response)
 
     def cut_off(self) -> None:
@@ -297,12 +298,7 @@ def _send(answer: Answer | StreamAnswer, scope: Scope, response: Response | None
         answer.send(response)
     except Exception:  # noqa: BLE001 - the last place where an error can still be answered
         try:
-            answer.send(_failed(scope))
+            answer.send(failed_response(scope["path"]))
         except Exception:
             logger.exception("a request to %s is not answered", scope["path"])
             answer.send(None)
-
-
-def _failed(scope: Scope) -> Response:
-    logger.exception("a request to %s failed", scope["path"])
-    return Response(500, [b"Internal Server Error"], b"text/plain; charset=utf-8", [CLOSE])

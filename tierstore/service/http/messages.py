@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import re
 import time
 import zlib
@@ -27,6 +28,8 @@ from tierstore.service.limits import slow_clients
 from tierstore.service.limits.shedding import Caller
 from tierstore.service.limits.worker_pool import Reservation
 from tierstore.wire.http1.date import DATE_PLACE
+
+logger = logging.getLogger(__name__)
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -401,6 +404,12 @@ def problem_response(error: Exception) -> Response:
     seconds = retry_after(error)
     headers = {b"retry-after": seconds} if seconds is not None else {b"connection": b"close"} if status == 408 else None
     return problem(status, message_of(error), headers, **more)
+
+
+def failed_response(path: str) -> Response:
+    """The response where no other can be made or sent; the exception that is being handled goes to the log."""
+    logger.exception("a request to %s failed", path)
+    return Response(500, [b"Internal Server Error"], b"text/plain; charset=utf-8", [CLOSE])
 
 
 def error_for_path(path: str, error: Exception) -> Response:
