@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from tierstore.errors import Forbidden, InvalidInput, NotFound, RateLimited
 from tierstore.service.context import Service
 from tierstore.service.exchange import Exchange
 from tierstore.service.forwarded import Proxies
+from tierstore.service.http.application import HttpRequest
+from tierstore.service.http.messages import ARRIVED
 from tierstore.service.http.oip import OipHttp
 from tierstore.service.limits.worker_pool import Reservation
 from tierstore.service.rpc.caller import RpcCaller
@@ -39,11 +41,11 @@ def test_a_request_whose_caller_was_not_checked_is_refused(server: ServerThread)
     """An application that somebody mounts without the check of access answers nobody."""
     body = b'{"inputs":[{"name":"item_id","datatype":"INT64","shape":[1],"data":[5]}]}'
     scope: dict[str, Any] = {"type": "http", "method": "POST", "path": "/v2/models/one/infer", "headers": []}
-
-    async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    response = asyncio.run(OipHttp(server.service)(scope, receive))
+    request = HttpRequest(scope | {ARRIVED: time.perf_counter_ns()}, OipHttp(server.service), server.service.inflight)
+    request.route = request.application.route(request)
+    request.take(memoryview(body))
+    assert request.admit() is None, "it waits for no thread"
+    response = request.application.answer(request)
     assert response is not None
     assert response.status == 403
 
@@ -66,18 +68,18 @@ def exchange_of(service: Service, message: bytes) -> Exchange[bytes]:
 
 
 @needs_grpc
-@pytest.mark.parametrize("here", [True, False])
-def test_a_malformed_message_costs_what_a_good_one_does(tmp_path: Path, here: bool) -> None:
+def test_a_malformed_message_costs_what_a_good_one_does(tmp_path: Path) -> None:
     with Store(settings_for(tmp_path, quotas={"one": {"requests_per_second": SLOW}})) as store:
         store.load_snapshot(write_small(tmp_path, "one", "item"))
         service = Service(store, store.settings)
         try:
             broken = exchange_of(service, message_naming("one", broken=True))
+            broken.admit()
             with pytest.raises(InvalidInput):
-                broken.begin() if here else [broken.begin(here=False), broken.answer()]
+                broken.answer()
             good = exchange_of(service, message_naming("one", broken=False))
             with pytest.raises(RateLimited):
-                good.begin(here=here)
+                good.admit()
         finally:
             service.close()
 
@@ -91,12 +93,17 @@ def test_a_model_that_a_message_names_late_is_charged_too_and_one_that_is_not_th
         try:
             renamed = message_naming("nothing", broken=False) + message_naming("one", broken=False)[:5]
             first = exchange_of(service, renamed)
-            assert first.begin() or first.answer()
+            first.admit()
+            assert first.answer()
+            again = exchange_of(service, renamed)
+            again.admit()
             with pytest.raises(RateLimited):
-                exchange_of(service, renamed).begin()
+                again.answer()
             assert ("model ", "nothing") not in service.rates._buckets
+            unknown = exchange_of(service, message_naming("nothing", broken=False))
+            unknown.admit()
             with pytest.raises(NotFound):
-                exchange_of(service, message_naming("nothing", broken=False)).begin()
+                unknown.answer()
         finally:
             service.close()
 

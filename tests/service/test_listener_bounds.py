@@ -170,9 +170,9 @@ def serving(
         if "first start" in listener:
             never = SimpleNamespace(http=threading.Event(), done=threading.Event(), error=None)
             patch.setattr(server_module.ahead, "start", lambda *_: never)
-        call_admin = root._Root._call_admin
+        call_admin = root.Root._call_admin
         patch.setattr(
-            root._Root,
+            root.Root,
             "_call_admin",
             lambda self, scope, receive: (
                 large() if scope["path"] == "/openapi.json" else call_admin(self, scope, receive)

@@ -120,7 +120,7 @@ def test_a_request_that_a_stop_cuts_off_is_503_and_one_line(
         came.set()
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(root._Root, "_call_admin", never)
+    monkeypatch.setattr(root.Root, "_call_admin", never)
     with ServerThread(FakeStore(settings_for(tmp_path))) as server:  # type: ignore[arg-type]
         asking = threading.Thread(target=lambda: answers.append(httpx.get(f"{server.url}/admin/models", timeout=60)))
         asking.start()
@@ -137,7 +137,7 @@ def test_a_prediction_that_a_stop_cuts_off_is_503_and_what_its_thread_answers_la
 ) -> None:
     monkeypatch.setattr(server_module, "FINISH_S", 0.2)
     came, goes_on, answers, told = threading.Event(), threading.Event(), [], []
-    work, answer_left = Exchange.answer, Handoff._answer_left
+    work, answered = Exchange.answer, Handoff._answered
     send = Answer.send
 
     def held_up(call: Exchange[Any]) -> object:
@@ -147,14 +147,14 @@ def test_a_prediction_that_a_stop_cuts_off_is_503_and_what_its_thread_answers_la
 
     def telling(*of: Any) -> None:
         told.append("a thread has it")
-        answer_left(*of)
+        answered(*of)
 
     def sending(answer: Answer, response: Any) -> None:
         told.append(response.status)
         send(answer, response)
 
     monkeypatch.setattr(Exchange, "answer", held_up)
-    monkeypatch.setattr(Handoff, "_answer_left", telling)
+    monkeypatch.setattr(Handoff, "_answered", telling)
     monkeypatch.setattr(Answer, "send", sending)
     with Store(settings_for(tmp_path)) as store:
         store.load_snapshot(scenes.write_snapshot(tmp_path, dense=scenes.some_dense()))

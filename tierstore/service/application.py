@@ -19,7 +19,7 @@ from tierstore.service.context import Service
 from tierstore.service.http.asgi import Asgi, Send
 from tierstore.service.http.messages import Receive, Scope
 from tierstore.service.renewal import Files
-from tierstore.service.root import make_root
+from tierstore.service.root import Root
 from tierstore.service.server import check_settings
 from tierstore.service.sources.start import start_sources
 
@@ -61,7 +61,7 @@ class ServiceApplication:
         with await asyncio.to_thread(Store, settings) as store:
             service = Service(store, settings)
             try:
-                self._app = Asgi(make_root(service, AdminApplication(service), lambda *_: None))
+                self._app = Asgi(Root(service, AdminApplication(service), lambda *_: None))
                 service.sources = start_sources(service, settings)
                 following = asyncio.create_task(Files(service.access, service.tls, None, store.audit).follow())
                 yield

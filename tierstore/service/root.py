@@ -1,25 +1,35 @@
 """The root application: `/v2` and `/v1` go to the data plane, `/upstream` to the routes for other nodes, all else to
 the admin application.
 
-Access is checked and requests are logged around all of it.
+Access is checked before all of it, and every request is logged.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import sys
 import time
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
-from tierstore.errors import TooLarge
+from tierstore.errors import TierstoreError, TooLarge
 from tierstore.service.access import Allow
 from tierstore.service.admin.application import AdminApplication
 from tierstore.service.context import Service
 from tierstore.service.error_status import http_outcome
+from tierstore.service.http.application import HttpRequest
 from tierstore.service.http.fronts import FrontsHttp
-from tierstore.service.http.messages import Receive, Response, Scope, body_deadline, error_response
+from tierstore.service.http.messages import (
+    Disconnected,
+    Receive,
+    Response,
+    Scope,
+    body_deadline,
+    error_response,
+    failed_response,
+)
 from tierstore.service.http.middleware import AccessCheck, RequestLogging
 from tierstore.service.http.oip import OipHttp
 from tierstore.service.http.tfserving import TfsHttp
@@ -30,29 +40,107 @@ _PROTOCOL = "admin"
 _DELTAS = re.compile(f"/admin/models/{NAME.pattern}/deltas")
 
 
-class _Root:
-    """Dispatches by path, and limits and counts requests to the admin application."""
+class Root:
+    """The whole service, for every server.
 
-    def __init__(self, service: Service, admin: AdminApplication) -> None:
+    A request to the data plane whose body has come is opened and admitted on the event loop, and answered by a thread;
+    any other request, and one whose body may still come, is awaited. `allow` is called with the headers of callers
+    whose look-ups reactors may answer too.
+    """
+
+    def __init__(self, service: Service, admin: AdminApplication, allow: Allow) -> None:
         self._service = service
-        self._oip = OipHttp(service)
-        self._tfs = TfsHttp(service)
-        self._fronts = FrontsHttp(service)
+        self._access = AccessCheck(service.access, allow, service.store.audit, service.proxies)
+        self._log = RequestLogging(service.request_log, service.proxies)
+        self._applications = {"v2": OipHttp(service), "v1": TfsHttp(service), "upstream": FrontsHttp(service)}
         self._admin = admin
 
-    async def __call__(self, scope: Scope, receive: Receive) -> Response | None:
+    # --- requests to the data plane
+
+    def open(self, scope: Scope) -> HttpRequest | None:
+        """Check access, and route a request; None if it is for the admin application. Event loop only."""
         path: str = scope["path"]
-        if path.startswith("/v2/") or path == "/v2":
-            return await self._oip(scope, receive)
-        if path.startswith("/v1/"):
-            return await self._tfs(scope, receive)
-        if path.startswith("/upstream/"):
-            return await self._fronts(scope, receive)
-        return await self._call_admin(scope, receive)
+        application = self._applications.get(path[1:].partition("/")[0])
+        if application is None or path == "/v1" or path == "/upstream":
+            return None
+        request = HttpRequest(scope, application, self._service.inflight)
+        request.refusal = self._access.refusal(scope)
+        if request.refusal is None:
+            try:
+                request.route = application.route(request)
+            except Exception as error:  # noqa: BLE001 - its answer
+                request.error = error
+        return request
+
+    def begin(self, request: HttpRequest, done: Callable[[Response | None], None]) -> None:
+        """Admit a request whose body has come, and have `done` called with its response: by a thread, or at once if it
+        has failed or never waits. Event loop only.
+        """
+        pool = request.admit()
+        if pool is None:
+            done(self._answer(request))
+            return
+
+        def ended(response: Any, error: BaseException | None) -> None:
+            if error is not None:  # it was not run
+                request.error = error
+                response = self._answer(request)
+            done(response)
+
+        assert request.route is not None
+        try:
+            pool.start(ended, self._answer, request, caller=request.route.caller)
+        except TierstoreError as error:
+            ended(None, error)
+
+    def _answer(self, request: HttpRequest) -> Response | None:
+        """The response, on whichever thread; None: nobody waits for one."""
+        try:
+            with self._access.attempt(request.scope) as attempt:
+                response = attempt.response = request.refusal or request.application.answer(request)
+            self._log.note(request.scope, response)
+        except Exception:  # noqa: BLE001 - the last place where an error can still be answered
+            return failed_response(request.scope["path"])
+        return response
+
+    def cut_off(self, scope: Scope) -> Response:
+        """The response to a request whose time is over; its thread's is dropped."""
+        return self._log.cut_off(scope)
+
+    # --- any request
+
+    async def __call__(self, scope: Scope, receive: Receive) -> Response | None:
+        """Answer a request whose body may still come."""
+        try:
+            request = self.open(scope)
+            if request is not None:
+                return await self._receive(request, receive)
+            response = self._access.refusal(scope)
+            if response is None:
+                with self._access.attempt(scope) as attempt:
+                    response = attempt.response = await self._call_admin(scope, receive)
+        except asyncio.CancelledError:
+            return self._log.cut_off(scope)
+        self._log.note(scope, response)
+        return response
+
+    async def _receive(self, request: HttpRequest, receive: Receive) -> Response | None:
+        try:
+            await request.receive(receive)
+        except Disconnected:
+            request.holding.release()
+            return None
+        loop = asyncio.get_running_loop()
+        answered: asyncio.Future[Response | None] = loop.create_future()
+
+        def done(response: Response | None) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody awaits it
+                loop.call_soon_threadsafe(_resolve, answered, response)
+
+        self.begin(request, done)
+        return await answered
 
     async def _call_admin(self, scope: Scope, receive: Receive) -> Response:
-        if asyncio.current_task() is None:
-            await asyncio.sleep(0)  # FastAPI needs one
         began_s = time.perf_counter()
         status = 500
         is_delta = scope["method"] == "POST" and _DELTAS.fullmatch(scope["path"]) is not None
@@ -92,10 +180,6 @@ def _declared(scope: Scope) -> int:
     return int(length) if length.isdigit() and len(length) < 19 else 0
 
 
-def make_root(service: Service, admin: AdminApplication, allow: Allow) -> RequestLogging:
-    """The whole service as one application; `allow` is called with the headers of callers whose look-ups reactors
-    may answer too.
-    """
-    proxies = service.proxies
-    checked = AccessCheck(_Root(service, admin), service.access, allow, service.store.audit, proxies)
-    return RequestLogging(checked, service.request_log, proxies)
+def _resolve(future: asyncio.Future[Response | None], response: Response | None) -> None:
+    if not future.done():
+        future.set_result(response)

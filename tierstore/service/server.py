@@ -42,7 +42,7 @@ from tierstore.service.reactor.allowed import Allowed
 from tierstore.service.reactor.plan_index import PlanIndex
 from tierstore.service.reactor.reactors import Reactors
 from tierstore.service.renewal import Files
-from tierstore.service.root import make_root
+from tierstore.service.root import Root
 from tierstore.service.rpc.calls import Calls
 from tierstore.service.sources.start import check_sources, start_sources
 from tierstore.service.tls import tls_of
@@ -110,7 +110,7 @@ class HttpService:
         self._admin = AdminApplication(self.service)
         allowed = Allowed(reactors.words, store.epochs, self.service.rates)
         self._files = Files(self.service.access, self.service.tls, allowed, store.audit)
-        self._root = make_root(self.service, self._admin, allowed.add)
+        self._root = Root(self.service, self._admin, allowed.add)
         self._handoff = Handoff(reactors, self._root, self._connection_limit, self.service.inflight, settings)
         self.service.calls = self._calls = Calls(self.service, allowed.add)
         self._requests = RequestDispatch(self._handoff, self._calls)

@@ -48,14 +48,8 @@ class ArraysMessage:
         self.model, self.request, self.nbytes, self.timeout_us = model, request, nbytes, timeout_us
         self._elements = elements
 
-    def parse(self, *, here: bool) -> bool:
-        return True
-
-    def is_long(self) -> bool:
-        return False
-
-    def is_short(self, plan: Plan) -> bool:
-        return True
+    def parse(self) -> None:
+        pass
 
     def opened(self, inference: Inference) -> None:
         pass
@@ -111,7 +105,7 @@ class Embedded:
         outcome = "ok"
         try:
             exchange = Exchange(service, message, Caller(began_ns, principal=_CALLER))
-            exchange.begin(here=False)
+            exchange.admit()
             return exchange.answer()
         except BaseException as error:
             outcome = outcome_of(error)

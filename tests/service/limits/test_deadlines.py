@@ -14,7 +14,7 @@ import pytest
 
 from tests.service.conftest import eventually, settings_for
 from tests.service.fake_store import FakeLookup, FakeStore
-from tests.service.raw_clients import Answer, connections, request
+from tests.service.raw_clients import Answer, connections, many_files, request
 from tierstore.errors import DeadlineExceeded, Overloaded
 from tierstore.service.limits import shedding
 from tierstore.service.limits.shedding import Caller, Gone, Shed, Waits
@@ -158,17 +158,15 @@ def blocked(store: FakeStore, server: ServerThread, clock: Clock, messages: list
     return asyncio.run(run())
 
 
-@pytest.mark.parametrize("document", [ITEM, LARGE], ids=["parsed on the loop", "parsed on a thread"])
 def test_a_request_whose_timeout_passes_in_the_queue_is_refused_and_not_worked_on(
-    served: tuple[FakeStore, ServerThread], clock: Clock, finished: list[int], document: dict[str, Any]
+    served: tuple[FakeStore, ServerThread], clock: Clock, finished: list[int]
 ) -> None:
-    timed = document | {"parameters": {"timeout": 15_000_000}}
-    keys = document["inputs"][0]["shape"][0]
-    (late, patient) = blocked(*served, clock, [request(PATH, timed), request(PATH, document)])
+    timed = ITEM | {"parameters": {"timeout": 15_000_000}}
+    (late, patient) = blocked(*served, clock, [request(PATH, timed), request(PATH, ITEM)])
     assert late.status == 504
     assert "15000000 microseconds" in late.document["error"]
     assert patient.status == 200
-    assert finished == [2, keys]
+    assert finished == [2, 2]
     times = served[1].service.request_times.histograms
     assert sum(times["oip_http", "deadline"].counts) == 1
 
@@ -230,38 +228,50 @@ def test_a_request_of_a_client_that_has_gone_is_not_worked_on(
     eventually(lambda: server.service.inflight.used_bytes == 0, "what it held is given back")
 
 
-def test_a_request_that_is_not_continued_releases_its_view(
-    served: tuple[FakeStore, ServerThread], clock: Clock
-) -> None:
-    """It holds one where the loop has begun on it, and its rows are left for the disk."""
-    store, server = served
-    held = 0
-    view = store.model("ctr").view
+CLIENTS = 1000
 
-    class Lease:
-        def __init__(self, *args: Any) -> None:
-            self._lease = view(*args)
 
-        def __enter__(self) -> Any:
-            nonlocal held
-            held += 1
-            return self._lease.__enter__()
+def test_nothing_runs_for_a_thousand_clients_that_have_gone(tmp_path: Path) -> None:
+    store = FakeStore(settings_for(tmp_path, lookup_threads=1, lookup_queue=CLIENTS, max_queue_s=3600))
+    model, opened = store.model("ctr"), list[object]()
+    view = model.view
+    model.view = lambda *of: (opened.append(of), view(*of))[1]  # type: ignore[method-assign]
+    message = request(PATH, ITEM)
 
-        def __exit__(self, *args: Any) -> None:
-            nonlocal held
-            held -= 1
-            self._lease.__exit__(*args)
+    async def run(server: ServerThread) -> None:
+        pool, reactors = server.service.lookup_pool, server.service.reactors
+        assert isinstance(reactors, Reactors)
+        async with asyncio.timeout(60), connections(server.port) as connect:
+            model.gate.clear()
+            first = asyncio.ensure_future((await connect()).ask(message))
+            while not opened:
+                await asyncio.sleep(0.001)
+            leavers = [await connect() for _ in range(CLIENTS)]
+            asking = [asyncio.ensure_future(leaver.ask(message)) for leaver in leavers]
+            while pool.waiting < CLIENTS:
+                await asyncio.sleep(0.001)
+            for leaver in leavers:
+                leaver.close()
+            assert {(await each).status for each in asking} == {0}
+            while np.count_nonzero(reactors.conns["lost"]) < CLIENTS:
+                await asyncio.sleep(0.001)
+            model.gate.set()
+            assert (await first).status == 200
 
-    store.model("ctr").view = Lease  # type: ignore[method-assign,assignment]
-    (late,) = blocked(store, server, clock, [request(PATH, ITEM | {"parameters": {"timeout": 15_000_000}})])
-    assert late.status == 504
-    eventually(lambda: held == 0, "all views are left")
+    with many_files(), ServerThread(store) as server:  # type: ignore[arg-type]
+        try:
+            asyncio.run(run(server))
+        finally:
+            model.gate.set()
+        eventually(lambda: not server.service.lookup_pool.under_way(), "the queue is empty")
+        assert server.service.shed.of("gone") == CLIENTS
+        assert len(opened) == 1
+        eventually(lambda: server.service.inflight.used_bytes == 0, "what they held is given back")
 
 
 def test_over_tensorflow_serving_json_too(
     served: tuple[FakeStore, ServerThread], clock: Clock, finished: list[int]
 ) -> None:
-    """Rows that are left for the disk, and a body that a thread is to parse."""
     path = "/v1/models/one:predict"
     served[0].model("one").gate = served[0].model("one")._view._gate = served[0].model("ctr").gate
     small, large = {"inputs": {"item_id": [1, 2]}}, {"inputs": {"item_id": [1] * 9000}}

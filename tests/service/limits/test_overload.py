@@ -24,6 +24,7 @@ from tierstore.engine.store import Store
 from tierstore.service import process
 from tierstore.service.http import connection_limit
 from tierstore.service.limits import slow_clients
+from tierstore.service.limits.worker_pool import WorkerPool
 from tierstore.service.server import ServerThread
 
 PATH = "/v2/models/ctr/infer"
@@ -125,6 +126,43 @@ def test_a_thousand_predictions_at_once_are_right_or_refused(tmp_path: Path, bat
             server.service.refresh()  # counts of reactors too
             assert server.service.shed.of("queue_full") == CLIENTS - len(scores)
             eventually(lambda: server.service.inflight.used_bytes == 0, "everything is given back")
+
+
+HEALTH = ["/v2/health/live", "/v2/health/ready"]
+HEALTH_CALLS = [
+    "/inference.GRPCInferenceService/ServerLive", "/inference.GRPCInferenceService/ServerReady",
+    "/grpc.health.v1.Health/Check",
+]  # fmt: skip
+
+
+def test_health_is_answered_while_every_thread_of_every_pool_is_held(tmp_path: Path) -> None:
+    grpc = pytest.importorskip("grpc", reason="grpcio is not installed")
+    with ServerThread(FakeStore(settings_for(tmp_path, grpc_port=0))) as server:  # type: ignore[arg-type]
+        service, gate, running = server.service, threading.Event(), threading.Semaphore(0)
+        pools = [pool for pool in vars(service).values() if isinstance(pool, WorkerPool)]
+        assert service.lookup_pool in pools
+
+        def held() -> None:
+            running.release()
+            gate.wait(TIME_LIMIT_S)
+
+        def hold() -> None:
+            for pool in pools:
+                for _ in range(pool.threads):
+                    pool.start(lambda *_: None, held)
+
+        server._http._loop.call_soon_threadsafe(hold)  # type: ignore[union-attr]
+        try:
+            for _ in range(sum(pool.threads for pool in pools)):
+                assert running.acquire(timeout=TIME_LIMIT_S)
+            with httpx.Client(base_url=server.url, timeout=TIME_LIMIT_S) as http:
+                assert [http.get(path).status_code for path in HEALTH] == [200, 200]
+            with grpc.insecure_channel(server.grpc_target) as channel:
+                for path in HEALTH_CALLS:
+                    channel.unary_unary(path)(b"", timeout=TIME_LIMIT_S)
+            assert not gate.is_set()
+        finally:
+            gate.set()
 
 
 def test_connections_ask_again_and_again_while_the_service_is_full(served: tuple[FakeStore, ServerThread]) -> None:

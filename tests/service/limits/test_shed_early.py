@@ -401,7 +401,7 @@ def test_who_is_routed_by_an_id_is_left_to_python(
     store.load_snapshot(write_snapshot(tmp_path, 2, dense=om.linear(WEIGHTS, 0.5)), activate=False)
     store.canary("ctr", 2, 0.5)
     hasty = prediction({"timeout": 30_000_000})
-    routed = hasty | {"headers": hasty["headers"] | {"X-Request-Id": "somebody"}}
+    routed = hasty | {"headers": hasty["headers"] | {"X-Request-Id": "somebody", "X-Request-Timeout-Ms": "30000"}}
     assert {http.post(PATH, **hasty).status_code for _ in range(20)} == {200}  # both versions
     here = refused_here(server)
     with thread_held(server):

@@ -35,36 +35,22 @@ KEYS: dict[str, dict[str, Any]] = {  # what reactors leave to Python, for a memb
 
 
 @pytest.fixture
-def at_once(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """For each look-up that Python had: whether it was answered at once."""
-    answered: list[bool] = []
-    begin = Exchange.begin
-
-    def noted(self: Exchange[Any], **options: Any) -> Any:
-        answered.append(True)  # where it is refused, too
-        answer = begin(self, **options)
-        answered[-1] = answer is not None
-        return answer
-
-    monkeypatch.setattr(Exchange, "begin", noted)
-    return answered
+def by_python(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """The look-ups that Python had."""
+    came: list[object] = []
+    admit = Exchange.admit
+    monkeypatch.setattr(Exchange, "admit", lambda self, *failed: (came.append(self), admit(self, *failed)))
+    return came
 
 
 @pytest.fixture
 def ctr(own: Own, tmp_path: Path) -> Own:
-    """A model of one feature, whose rows are in memory."""
-    _, server, http = own
+    """A model of one feature, which has been asked."""
+    _, _, http = own
     load(http, write_small(tmp_path, "ctr", "item", 1))
     for path, document in KEYS.items():
-        eventually(lambda: _is_direct(server, http, path, document), "its rows are in memory")  # noqa: B023
+        assert http.post(path, json=document).status_code == 200
     return own
-
-
-def _is_direct(server: ServerThread, http: httpx.Client, path: str, document: dict[str, Any]) -> bool:
-    """Whether a request was answered without the pool."""
-    before = sum(server.service.shed._waits["lookup"].counts) if server.service.shed._waits else 0
-    assert http.post(path, json=document).status_code == 200
-    return (sum(server.service.shed._waits["lookup"].counts) if server.service.shed._waits else 0) == before
 
 
 @contextmanager
@@ -88,19 +74,21 @@ def answer(made: socket.socket) -> tuple[bytes, bytes]:
 
 
 @pytest.mark.parametrize("path", KEYS)
-def test_an_answer_is_the_same_to_the_byte_however_its_request_came(ctr: Own, at_once: list[bool], path: str) -> None:
+def test_an_answer_is_the_same_to_the_byte_however_its_request_came(
+    ctr: Own, by_python: list[object], path: str
+) -> None:
     _, server, _ = ctr
     message = request(path, KEYS[path])
     with connection(server) as whole, connection(server) as parts:
         whole.sendall(message)
         expected = answer(whole)
-        assert at_once == [True]
+        assert len(by_python) == 1
         parts.sendall(message[:-10])
         eventually(lambda: server.service.reactors.unfinished == 1, "its first part has come")
         first = server.service.request_times.requests
         parts.sendall(message[-10:])
         assert answer(parts) == expected
-        assert at_once == [True, True]
+        assert len(by_python) == 2
         assert server.service.request_times.requests == first + 1
     assert expected[0].startswith(b"HTTP/1.1 200 OK\r\n")
 
@@ -113,7 +101,7 @@ def begin(server: ServerThread, made: socket.socket, **headers: object) -> bytes
     return body
 
 
-def test_its_time_counts_from_its_head(ctr: Own, at_once: list[bool]) -> None:
+def test_its_time_counts_from_its_head(ctr: Own, by_python: list[object]) -> None:
     _, server, _ = ctr
     with connection(server) as made:
         body = begin(server, made, **{"X-Request-Timeout-Ms": 20})
@@ -121,16 +109,16 @@ def test_its_time_counts_from_its_head(ctr: Own, at_once: list[bool]) -> None:
         eventually(lambda: time.monotonic() > since + 0.02, "that time has passed")
         made.sendall(body)
         assert answer(made)[0].startswith(b"HTTP/1.1 504")
-    assert at_once == [True], "Python refuses it"
+    assert len(by_python) == 1, "Python refuses it"
 
 
-def test_a_body_that_comes_apart_from_its_head_is_waited_for(ctr: Own, at_once: list[bool]) -> None:
+def test_a_body_that_comes_apart_from_its_head_is_waited_for(ctr: Own, by_python: list[object]) -> None:
     _, server, _ = ctr
     with connection(server) as made:
         body = begin(server, made)
         made.sendall(body)
         assert answer(made)[0].startswith(b"HTTP/1.1 200")
-    assert at_once == [True]
+    assert len(by_python) == 1
 
 
 def test_one_that_waits_for_its_body_when_the_service_ends_is_finished(ctr: Own) -> None:
@@ -145,7 +133,7 @@ def test_one_that_waits_for_its_body_when_the_service_ends_is_finished(ctr: Own)
 
 @pytest.mark.parametrize(("path", "protocol"), [(OIP, "oip_http"), (TFS, "tfs_http")])
 def test_it_is_counted_once_whether_it_was_answered_or_refused(
-    ctr: Own, at_once: list[bool], path: str, protocol: str
+    ctr: Own, by_python: list[object], path: str, protocol: str
 ) -> None:
     _, server, http = ctr
     service = server.service
@@ -163,14 +151,14 @@ def test_it_is_counted_once_whether_it_was_answered_or_refused(
     assert http.post(path, json=KEYS[path]).status_code == 200
     assert http.post(path, json={}).status_code == 400
     assert http.post(path.replace("ctr", "other"), json=KEYS[path]).status_code == 404
-    assert at_once == [True, True]  # one was refused before
+    assert len(by_python) == 2  # one was refused before
     after = counted()
     more = {name: count - before.get(name, 0) for name, count in after.items() if count != before.get(name, 0)}
     assert more == {"ok": 1, "bad_input": 1, "not_found": 1, "success": 1, "fail": 1}
     eventually(lambda: service.inflight.used_bytes == 0, "its bytes are given back")
 
 
-def test_requests_that_are_sent_ahead_are_answered_in_their_order(ctr: Own, at_once: list[bool]) -> None:
+def test_requests_that_are_sent_ahead_are_answered_in_their_order(ctr: Own, by_python: list[object]) -> None:
     _, server, _ = ctr
     cold = {"inputs": [{"name": "item_id", "datatype": "INT64", "shape": [1], "data": [50]}]}
     with connection(server) as made:
@@ -181,13 +169,15 @@ def test_requests_that_are_sent_ahead_are_answered_in_their_order(ctr: Own, at_o
     shapes = [json.loads(body)["outputs"][0]["shape"][0] for body in bodies[:3]]
     assert shapes == [2, 1, 2]
     assert bodies[3] == b'{"live":true}'
-    assert at_once == [True, False, True]
+    assert len(by_python) == 3
 
 
 @pytest.mark.parametrize(
     ("version", "header"), [("1.1", "Connection: close\r\n"), ("1.0", "")], ids=["close", "HTTP/1.0"]
 )
-def test_a_connection_that_is_to_be_closed_is_closed(ctr: Own, at_once: list[bool], version: str, header: str) -> None:
+def test_a_connection_that_is_to_be_closed_is_closed(
+    ctr: Own, by_python: list[object], version: str, header: str
+) -> None:
     _, server, _ = ctr
     body = json.dumps(KEYS[OIP]).encode()
     head = f"POST {OIP} HTTP/{version}\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n{header}\r\n"
@@ -195,7 +185,7 @@ def test_a_connection_that_is_to_be_closed_is_closed(ctr: Own, at_once: list[boo
         made.sendall(head.encode() + body)
         assert answer(made)[0].startswith(b"HTTP/1.1 200")
         assert made.recv(1) == b""
-    assert at_once == [True]
+    assert len(by_python) == 1
 
 
 def test_a_client_that_expects_100_continue_gets_it(ctr: Own) -> None:
@@ -207,21 +197,6 @@ def test_a_client_that_expects_100_continue_gets_it(ctr: Own) -> None:
         assert made.recv(1 << 16) == b"HTTP/1.1 100 Continue\r\n\r\n"
         made.sendall(body)
         assert answer(made)[0].startswith(b"HTTP/1.1 200")
-
-
-def test_what_a_thread_has_to_finish_is_not_started_again(
-    ctr: Own, at_once: list[bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    started: list[object] = []
-    begin = Exchange.begin
-    monkeypatch.setattr(
-        Exchange, "begin", lambda self, *more, **named: (started.append(self), begin(self, *more, **named))[1]
-    )
-    _, _, http = ctr
-    cold = {"inputs": [{"name": "item_id", "datatype": "INT64", "shape": [1], "data": [60]}]}
-    assert http.post(OIP, json=cold).status_code == 200
-    eventually(lambda: at_once, "what noted it, which the answer may overtake")
-    assert (at_once, len(started)) == ([False], 1)
 
 
 # --- by plan
@@ -279,7 +254,7 @@ def learned(ctr: Own) -> tuple[socket.socket, bytes, ServerThread]:
 
 
 def test_a_learned_look_up_never_comes_to_python(
-    learned: tuple[socket.socket, bytes, ServerThread], at_once: list[bool]
+    learned: tuple[socket.socket, bytes, ServerThread], by_python: list[object]
 ) -> None:
     made, message, server = learned
     with made:
@@ -292,7 +267,7 @@ def test_a_learned_look_up_never_comes_to_python(
             assert answer(made) == expected
         made.sendall(message * 50)
         assert [answer(made) for _ in range(50)] == [expected] * 50
-        assert at_once == []
+        assert by_python == []
         assert reactor_answers(server) == before + 55
 
 
@@ -414,7 +389,7 @@ def test_connections_are_shared_out_among_the_reactors(ctr: Own) -> None:
 
 
 def test_a_connection_stays_with_its_reactor_and_is_counted_once(
-    learned: tuple[socket.socket, bytes, ServerThread], at_once: list[bool]
+    learned: tuple[socket.socket, bytes, ServerThread], by_python: list[object]
 ) -> None:
     made, message, server = learned
     reactors = server.service.reactors
@@ -424,7 +399,7 @@ def test_a_connection_stays_with_its_reactor_and_is_counted_once(
             assert answer(made)[0].startswith(b"HTTP/1.1 200")
             made.sendall(message)
             assert answer(made)[0].startswith(b"HTTP/1.1 200")
-    assert at_once == []
+    assert by_python == []
     eventually(lambda: reactors.open == 1, "only the fixture's own client is left")
 
 

@@ -18,7 +18,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc  # noqa: E402
 
 from tests.service.conftest import eventually, settings_for  # noqa: E402
 from tests.service.fake_store import FakeStore  # noqa: E402
-from tests.service.rpc.test_direct import keys_request  # noqa: E402
+from tests.service.rpc.test_messages import keys_request  # noqa: E402
 from tests.service.scenes import KEYS  # noqa: E402
 from tierstore.service.server import ServerThread  # noqa: E402
 

@@ -16,7 +16,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc  # noqa: E402
 
 from tests.service.conftest import eventually, settings_for  # noqa: E402
 from tests.service.fake_store import FakeStore  # noqa: E402
-from tests.service.rpc.test_direct import ask_without_reading, keys_request  # noqa: E402
+from tests.service.rpc.test_messages import ask_without_reading, keys_request  # noqa: E402
 from tierstore.reactor import layout as kernel  # noqa: E402
 from tierstore.service import server as server_module  # noqa: E402
 from tierstore.service.context import ADMIN_THREADS  # noqa: E402

@@ -189,39 +189,25 @@ class HeldViews:
 
 
 class StoredRead:
-    """A read of rows of codes as they are stored. Rows in memory are there at once.
-
-    `finish` is for any one thread; call `close` in any case.
-    """
+    """A read of rows of codes as they are stored. `finish` it, on any one thread."""
 
     def __init__(self, held: HeldViews, view: View, table: str, codes: Keys) -> None:
-        self._closed = False
         self.view, self.table = view, table
         self._held, self._under = held, view.table(table)
         self._mine = _owned(codes, held.partitions())
         self._of, self._codes = len(codes), codes[self._mine]
         self._rows, self._state = self._under.stored(self._codes)
 
-    @property
-    def waits(self) -> bool:
-        """Whether `finish` must read a disk."""
-        return not self._state.all()
-
     def finish(self) -> list[bytes | memoryview]:
         """The answer in parts, see `wire`."""
         try:
             self._under.finish_stored(self._codes, self._rows, self._state)
         finally:
-            self.close()
+            self._held.release(self.view)
         there = self._state != Tier.ABSENT
         states = np.full(self._of, FOREIGN, np.uint8)
         states[self._mine] = np.where(there, THERE, ABSENT)
         return wire.encode_rows(self.view.seq, states, self._rows if there.all() else self._rows[there])
-
-    def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            self._held.release(self.view)
 
 
 class Fronts(Observer):

@@ -47,11 +47,7 @@ class Gathering:
         InvalidInput.
         """
         codes = [feature.codes(of) for of, (feature, _, _) in zip(keys, self._features, strict=True)]
-        return self.begin_codes(np.concatenate(codes) if len(codes) > 1 else codes[0], places, memory)
-
-    def begin_codes(self, codes: Keys, places: npt.NDArray[np.int64], memory: npt.NDArray[np.uint8]) -> GatheredRows:
-        """`begin` with the codes of all keys, feature after feature."""
-        return GatheredRows(self, codes, places, memory)
+        return GatheredRows(self, np.concatenate(codes) if len(codes) > 1 else codes[0], places, memory)
 
 
 def can_gather(feature: FeatureView) -> bool:

@@ -40,7 +40,7 @@ from tierstore.engine.reads.lookup import BagLookup, Lookup
 from tierstore.engine.reads.view import View
 from tierstore.errors import NO_VERSION, InvalidInput, NotFound, NotReady, TierstoreError, TooLarge, shown
 from tierstore.predict.session import Slot
-from tierstore.service.dataplane.datatypes import BYTES, NUMPY_DTYPE, VECTOR_DATATYPES
+from tierstore.service.dataplane.datatypes import BYTES, VECTOR_DATATYPES
 from tierstore.service.dataplane.hps import split_output
 from tierstore.service.dataplane.plan import Call, Plan, Request, check_lookup_bytes, parts_of
 from tierstore.service.dataplane.planner import Planner, raw_input
@@ -68,7 +68,6 @@ class Inference:
         "_slot",
         "_view",
         "arrays",
-        "codes",
         "dense_ns",
         "disk_ns",
         "lookup_ns",
@@ -88,8 +87,6 @@ class Inference:
         self.lookup_ns = self.dense_ns = self.disk_ns = 0
         self.arrays: list[Any] = []
         self.raw: Elements = None  # the keys of a raw body
-        # of the plan's `joined` inputs, set before `begin`, in place of their elements
-        self.codes: npt.NDArray[np.int64] | None = None
         self._view: View = lease.__enter__()
         try:
             if isinstance(request, memoryview):
@@ -129,17 +126,23 @@ class Inference:
         """The version that answers."""
         return self.plan.version
 
-    def begin(self, elements: Sequence[Elements], arrays: list[Any]) -> bool:
-        """Answer from memory as much as possible, without waiting. True if that was all; then `finish` does not wait
-        either.
+    def run(self, elements: Sequence[Elements], arrays: list[Any]) -> None:
+        """Look up, and run the dense part.
 
         `elements` are those of the request's inputs. `arrays` has one for each planned output, of its shape and dtype,
-        C-contiguous; or None if the output is not `fixed` or stays on a device; `finish` replaces those.
+        C-contiguous; or None if the output is not `fixed` or stays on a device: those are replaced.
         """
         began_ns = time.perf_counter_ns()
         self.arrays = arrays
         if self.plan.numbers is not None:
-            return self._begin_split(elements, began_ns)
+            self._begin_split(elements)
+        else:
+            self._begin(elements)
+        self.lookup_ns = time.perf_counter_ns() - began_ns
+        self._finish()
+
+    def _begin(self, elements: Sequence[Elements]) -> None:
+        """Answer from memory as much as possible."""
         checked = [(call, *parts_of(call, elements)) for call in self.plan.calls]
         dense = self.plan.dense
         if dense is not None:
@@ -151,13 +154,9 @@ class Inference:
             self._slot = session.acquire(dense.run, dense.hidden if self._device is None else self._hidden())
             if dense.gathered and self._device is None:
                 gathering = self._view.gathering(session.bindings, dense.gathered)
-                if gathering is not None and self.codes is not None:
-                    self._gathered = gathering.begin_codes(self.codes, dense.run.places, self._slot.memory)
-                elif gathering is not None:
+                if gathering is not None:
                     keys = [elements[call.keys] for call in self.plan.calls if call.gathered]
                     self._gathered = gathering.begin(keys, dense.run.places, self._slot.memory)
-            if self.codes is not None and self._gathered is None:
-                elements = self._apart(elements, self.codes)
         for call, offsets, weights in checked:
             if call.gathered and self._gathered is not None:
                 continue
@@ -182,28 +181,14 @@ class Inference:
             elif not call.found:
                 continue
             self._lookups.append((call, begin(call.feature.name, elements[call.keys], **options)))
-        self.lookup_ns += time.perf_counter_ns() - began_ns
-        return dense is None and not any(lookup.pending for _, lookup in self._lookups)
 
-    def _begin_split(self, elements: Sequence[Elements], began_ns: int) -> bool:
-        """`begin` of a request of an HPS client."""
+    def _begin_split(self, elements: Sequence[Elements]) -> None:
+        """`_begin` of a request of an HPS client."""
         self.arrays[0], parts = split_output(self.plan, elements, self._max_response)
         dtype = VECTOR_DATATYPES[self.plan.specs[0].datatype]
         for call, keys, rows in parts:
             out: Any = rows
             self._lookups.append((call, self._view.begin(call.feature.name, keys, dtype=dtype, out=out)))
-        self.lookup_ns += time.perf_counter_ns() - began_ns
-        return not any(lookup.pending for _, lookup in self._lookups)
-
-    def _apart(self, elements: Sequence[Elements], codes: npt.NDArray[np.int64]) -> list[Elements]:
-        """The elements, with those of all gathered calls, which came as one array, split."""
-        every, at = list(elements), 0
-        for call in self.plan.calls:
-            if call.gathered:
-                of_call = codes[at : at + call.shape[0]]
-                every[call.keys] = of_call.view(NUMPY_DTYPE[call.spec.datatype])
-                at += call.shape[0]
-        return every
 
     def _hidden(self) -> list[str]:
         """The features whose rows the dense part reads in CPU memory, while it reads others on the device."""
@@ -229,7 +214,7 @@ class Inference:
             self._dense_inputs[call.feature.name] = out  # the graph reads the same memory as the output
         return out, VECTOR_DATATYPES[self.plan.specs[position].datatype]
 
-    def finish(self) -> None:
+    def _finish(self) -> None:
         """Read the pending rows from disk, run the dense part, and complete the arrays."""
         began_ns = time.perf_counter_ns()
         reads = any(lookup.pending for _, lookup in self._lookups)
@@ -333,11 +318,6 @@ class DataPlane:
     def _heads(self, name: str) -> list[str]:
         active = self._store.model(name).served.active
         return sorted({"", *(() if active is None else active.heads)})
-
-    def scores(self, name: str) -> bool:
-        """Whether the active version's dense part of that name is served here."""
-        active, head = self.model(name).served.active, model_and_head(name)[1]
-        return active is not None and head in active.heads and active.heads[head].predictor is not None
 
     def open(
         self, model: str, version: int | str | None, request: AnyRequest, *, route: bytes | str | None = None

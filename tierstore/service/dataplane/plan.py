@@ -107,8 +107,7 @@ class DensePlan:
     """One run of the dense part.
 
     `inputs`: (input, position of the request's own tensor); `positions` of the outputs of `run`. `hidden` and
-    `gathered` are names of features, of the calls with these properties. `joined`: the first and the last input, if
-    the keys of all gathered calls are consecutive inputs, in order and in the tables' form; None otherwise.
+    `gathered` are names of features, of the calls with these properties.
     """
 
     run: Run
@@ -116,7 +115,6 @@ class DensePlan:
     positions: list[int]
     hidden: list[str]
     gathered: tuple[str, ...]
-    joined: tuple[int, int] | None
 
     @property
     def hidden_bytes(self) -> int:
@@ -255,17 +253,3 @@ def _check_weights(call: Call, weights: npt.NDArray[np.float32]) -> npt.NDArray[
     if not np.isfinite(weights).all():
         raise InvalidInput(f"input '{call.feature.name}.weights': a weight is NaN or infinite")
     return weights
-
-
-DIRECT_KEYS = 8192
-DIRECT_WORK_BYTES = 1 << 20  # of rows
-
-
-def is_short(plan: Plan) -> bool:
-    """Whether a plan is so little work that it may run on the receiving thread: a fraction of a millisecond."""
-    return (
-        plan.dense is None
-        and plan.numbers is None
-        and plan.work_bytes <= DIRECT_WORK_BYTES
-        and plan.keys <= DIRECT_KEYS
-    )

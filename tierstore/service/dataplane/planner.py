@@ -27,7 +27,7 @@ from tierstore.service.dataplane.plan import (
 )
 from tierstore.service.dataplane.plan_cache import PlanCache
 from tierstore.service.dataplane.tensors import Elements, TensorSpec, elements_from_bytes, listed, string_element
-from tierstore.types import Combiner, FeatureSpec, KeyType
+from tierstore.types import Combiner, FeatureSpec
 
 
 def make_plan(view: View, request: Request) -> Plan:
@@ -37,7 +37,7 @@ def make_plan(view: View, request: Request) -> Plan:
     session = view.predictor
     calls, own = _calls(view, request.inputs, _combiners(view, request))
     specs = _outputs(view, calls, request.outputs)
-    dense = None if session is None else _dense_plan(session, calls, own, specs, request.inputs)
+    dense = None if session is None else _dense_plan(session, calls, own, specs)
     keys = sum(math.prod(call.spec.shape) for call in calls.values())
     return Plan.under(view, dense, list(calls.values()), specs, _work_bytes(calls, specs, dense), keys)
 
@@ -98,24 +98,11 @@ def _resized(like: Plan, session: DenseSession, request: Request) -> Plan:
     return replace(like, dense=dense, calls=calls, specs=specs, work_bytes=work_bytes, keys=keys)
 
 
-def _joined(calls: Sequence[Call], inputs: Sequence[TensorSpec]) -> tuple[int, int] | None:
-    """See `DensePlan.joined`."""
-    places = [call.keys for call in calls]
-    if not places or places != list(range(places[0], places[0] + len(places))):
-        return None
-    for call in calls:
-        usual = call.table.key is not KeyType.STRING and call.feature.hash is None
-        if not usual or inputs[call.keys].datatype != KEY_DATATYPES[call.table.key][0]:
-            return None
-    return places[0], places[-1]
-
-
 def _dense_plan(
     session: DenseSession,
     calls: dict[str, Call],
     own: dict[str, tuple[TensorSpec, int]],
     specs: list[OutputSpec],
-    received: Sequence[TensorSpec],
 ) -> DensePlan | None:
     """The run that answers the dense outputs among `specs`, which it completes; None if there are none."""
     bindings = session.bindings
@@ -141,8 +128,7 @@ def _dense_plan(
         )
     hidden = [name for name, call in calls.items() if call.hidden]
     gathered = tuple(name for name, call in calls.items() if call.gathered)
-    joined = _joined([call for call in calls.values() if call.gathered], received)
-    return DensePlan(run, inputs, positions, hidden, gathered, joined)
+    return DensePlan(run, inputs, positions, hidden, gathered)
 
 
 def _combiners(view: View, request: Request) -> dict[str, Combiner | None]:

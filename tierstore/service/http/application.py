@@ -1,11 +1,14 @@
-"""The base of the data plane's HTTP applications: one request from its headers to its response, counted once.
+"""The base of the data plane's HTTP applications: one request from its head to its response, counted once.
 
-It begins on the event loop, and goes on on the thread that has a look-up's answer. Keeps no state of a request.
+On the event loop a request is routed, and admitted once its body has come. Then a thread of its route's pool answers
+it, or, where it has failed or never waits, the event loop.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from tierstore.errors import Overloaded, shown
@@ -27,9 +30,10 @@ from tierstore.service.http.messages import (
     error_response,
     read_body,
     ready_response,
+    take_body,
 )
 from tierstore.service.limits.shedding import WAITS_TOO_LONG, Caller, Gone
-from tierstore.service.limits.worker_pool import Reservation
+from tierstore.service.limits.worker_pool import ByteBudget, Reservation, WorkerPool
 
 REFUSAL = ready_response(error_response(Overloaded(WAITS_TOO_LONG)))  # by a reactor, of a prediction
 
@@ -41,61 +45,131 @@ class HttpMessage(Message[Response], Protocol):
         """Take the complete body."""
 
 
+@dataclass(slots=True)
+class Route:
+    """How a request is answered: `answer`, on a thread of `pool`; None: at once, as it never waits.
+
+    `body_limit`: the most bytes of its body; 0: it is not read. `setting` is the setting with this limit. `caller`: the
+    one whose deadline counts while the request waits. `admit` charges the request once its body is there.
+    """
+
+    answer: Callable[[HttpRequest], Response]
+    pool: WorkerPool | None = None
+    body_limit: int = 0
+    setting: str = ""
+    caller: Caller | None = None
+    admit: Callable[[HttpRequest], None] | None = None
+    exchange: Exchange[Response] | None = None  # of a look-up
+
+
+class HttpRequest:
+    """A request to the data plane. One thread at a time.
+
+    `refusal`: the answer to a caller that may not ask. `error`: what it is answered with, as it has failed.
+    """
+
+    __slots__ = ("application", "body", "error", "headers", "holding", "refusal", "route", "scope")
+
+    def __init__(self, scope: Scope, application: ProtocolApplication, budget: ByteBudget) -> None:
+        self.scope, self.application = scope, application
+        # if a header comes twice the last one counts; Host and Origin are checked apart
+        self.headers: Headers = dict(scope["headers"])
+        self.holding = Reservation(budget)
+        self.body = memoryview(b"")
+        self.route: Route | None = None
+        self.refusal: Response | None = None
+        self.error: BaseException | None = None
+
+    def take(self, body: memoryview | Exception) -> None:
+        """Take the whole body, or what it has failed with, if it is wanted."""
+        if self.route is None or not self.route.body_limit:
+            return
+        try:
+            if isinstance(body, Exception):
+                raise body
+            self.body = take_body(body, self.headers, self.route.body_limit, self.holding, self.route.setting)
+        except Exception as error:  # noqa: BLE001 - its answer
+            self.error = error
+
+    async def receive(self, receive: Receive) -> None:
+        """`take` a body that may still come. Disconnected."""
+        if self.route is None or not self.route.body_limit:
+            return
+        route = self.route
+        try:
+            self.body = await read_body(receive, self.headers, route.body_limit, self.holding, route.setting)
+        except Disconnected:
+            raise
+        except Exception as error:  # noqa: BLE001 - its answer
+            self.error = error
+
+    def admit(self) -> WorkerPool | None:
+        """Charge it. Returns the pool whose thread should answer it; None: it is to be answered now."""
+        route = self.route
+        if route is None or self.error is not None:
+            return None
+        try:
+            if route.admit is not None:
+                route.admit(self)
+        except Exception as error:  # noqa: BLE001 - its answer
+            self.error = error
+            return None
+        return route.pool
+
+
 class ProtocolApplication:
-    """The application of one protocol; a subclass implements how requests are answered."""
+    """The application of one protocol; a subclass implements how requests are answered. Keeps no state of a request."""
 
     PROTOCOL: str  # its label in the metrics
 
     def __init__(self, service: Service) -> None:
         self._service = service
 
-    async def __call__(self, scope: Scope, receive: Receive) -> Response | None:
-        began_ns: int = scope.get(ARRIVED) or time.perf_counter_ns()
-        holding = Reservation(self._service.inflight)
+    def route(self, request: HttpRequest) -> Route:
+        """How a request is answered whose head has come."""
+        raise NotImplementedError
+
+    def answer(self, request: HttpRequest) -> Response | None:
+        """The response to an admitted request, or to one that has failed; None: nobody waits for one. Any thread."""
+        route, scope = request.route, request.scope
         try:
-            response = await self._answer(scope, receive, holding, began_ns)
-        except (Disconnected, Gone):
-            return None
+            if request.error is not None:
+                raise request.error
+            assert route is not None
+            response = route.answer(request)
         except Exception as error:  # noqa: BLE001 - the last place where an error can still be answered
+            if route is not None and route.exchange is not None:
+                route.exchange.fail(error)
+            if isinstance(error, Gone):
+                return None
             scope[ERROR] = error
             response = self._error(error)
             response.outcome = outcome_of(error)
         finally:
-            holding.release()
-        self._count(response, began_ns)
+            request.holding.release()
+        seconds = (time.perf_counter_ns() - scope[ARRIVED]) / 1e9
+        self._service.request_times.add(self.PROTOCOL, response.outcome or http_outcome(response.status), seconds)
         return response
-
-    async def _answer(self, scope: Scope, receive: Receive, holding: Reservation, began_ns: int) -> Response:
-        # if a header comes twice the last one counts; Host and Origin were checked before
-        headers: Headers = dict(scope["headers"])
-        message = self._lookup(scope, headers, holding)
-        if message is None:
-            return await self._document(scope, headers, receive, holding)
-        caller = caller_of(scope, headers, began_ns)
-        body = await read_body(receive, headers, self._service.settings.max_request, holding, "max_request")
-        message.receive(body, caller)
-        exchange = Exchange(self._service, message, caller, headers.get(REQUEST_ID))
-        scope[SPENT] = exchange.spent
-        response = exchange.begin(failed=scope.get(FAILED))
-        return await exchange.handed_over() if response is None else response
 
     # --- for subclasses
 
-    def _lookup(self, scope: Scope, headers: Headers, holding: Reservation) -> HttpMessage | None:
-        """The requested look-up, its body not read yet; None for any other request."""
-        raise NotImplementedError
+    def _look_up(self, request: HttpRequest, message: HttpMessage) -> Route:
+        """The route of a look-up."""
+        service, scope = self._service, request.scope
+        caller = caller_of(scope, request.headers)
+        exchange = Exchange(service, message, caller, request.headers.get(REQUEST_ID))
+        scope[SPENT] = exchange.spent
 
-    async def _document(self, scope: Scope, headers: Headers, receive: Receive, holding: Reservation) -> Response:
-        """The response to a request other than a look-up."""
-        raise NotImplementedError
+        def admit(request: HttpRequest) -> None:
+            message.receive(request.body, caller)
+            exchange.admit(scope.get(FAILED))
+
+        limit = service.settings.max_request
+        return Route(lambda _: exchange.answer(), service.lookup_pool, limit, "max_request", caller, admit, exchange)
 
     def _error(self, error: BaseException) -> Response:
         """An error in the protocol's form."""
         return error_response(error)
-
-    def _count(self, response: Response, began_ns: int) -> None:
-        seconds = (time.perf_counter_ns() - began_ns) / 1e9
-        self._service.request_times.add(self.PROTOCOL, response.outcome or http_outcome(response.status), seconds)
 
 
 def allow(method: str, allowed: str) -> None:

@@ -12,6 +12,7 @@ import contextlib
 import logging
 import math
 import socket
+import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -21,6 +22,7 @@ from tierstore.addresses import is_loopback
 from tierstore.service.http.bounded import BoundedConnection, ConnectionBounds, HttpProtocol
 from tierstore.service.http.listener import Listener
 from tierstore.service.http.messages import (
+    ARRIVED,
     CLOSE,
     CONNECTION,
     HEALTH,
@@ -28,6 +30,7 @@ from tierstore.service.http.messages import (
     App,
     HttpPeer,
     Receive,
+    Response,
     Scope,
     without_name,
 )
@@ -42,7 +45,7 @@ Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 class Asgi:
     """`app` as an ASGI 3 application. `admin`: admin requests may come here. `closes`: whether answers end connections.
 
-    `on_host`: the caller is on this machine. `refusal`: the application of connections beyond a limit. Connections that
+    `on_host`: the caller is on this machine. `refusal` answers connections beyond a limit. Connections that
     this service has accepted are in the `state` of their requests.
     """
 
@@ -52,7 +55,7 @@ class Asgi:
         *,
         admin: bool = True,
         on_host: bool = False,
-        refusal: App | None = None,
+        refusal: Callable[[Scope], Response] | None = None,
         closes: Callable[[], bool] = lambda: False,
     ) -> None:
         self._app, self._admin, self._on_host, self._closes = app, admin, on_host, closes
@@ -60,20 +63,22 @@ class Asgi:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         connection: BoundedConnection | None = scope.get("state", {}).pop(CONNECTION, None)
-        app = self._app
+        scope[ARRIVED], refused = time.perf_counter_ns(), False
         if connection is not None:
             if not await connection.turn():
                 return
             scope[CONNECTION], receive = connection, connection.in_time(receive)
-            if connection.refused and self._refusal is not None:
-                app = self._refusal
+            refused = connection.refused
         path, client, target = scope["path"], scope.get("client"), scope.get("raw_path") or b"/"
         if not target.startswith(b"/"):
             target, scope["headers"] = without_name(target, scope["headers"])
             path = unquote(target.decode("ascii"))
         scope["path"] = HEALTH.get(path, path)
         scope[PEER] = HttpPeer(self._admin, on_host=self._on_host or (client is not None and is_loopback(client[0])))
-        response = await app(scope, receive)
+        if refused and self._refusal is not None:
+            response: Response | None = self._refusal(scope)
+        else:
+            response = await self._app(scope, receive)
         if response is None:  # nobody waits for one
             return
         headers, chunks = response.pieces()
@@ -109,7 +114,7 @@ class UvicornListener:
                 app,
                 admin=admin,
                 on_host=self._path is not None,
-                refusal=bounds.limit.refusal.app,
+                refusal=bounds.limit.refusal.answer,
                 closes=lambda: self._ending or draining(),
             ),
             http="h11",

@@ -14,7 +14,7 @@ from prometheus_client.core import Metric
 from tierstore.errors import Overloaded
 from tierstore.service.context import Service
 from tierstore.service.families import counter, gauge
-from tierstore.service.http.messages import CLOSE, Receive, Response, Scope, error_for_path
+from tierstore.service.http.messages import CLOSE, Response, Scope, error_for_path
 from tierstore.service.http.middleware import RequestLogging
 from tierstore.service.limits.silent import Silent
 
@@ -24,13 +24,13 @@ _ON_THEIR_WAY = 64  # connections beyond the limit, whose place another is about
 
 
 class ConnectionRefusal:
-    """The application of connections beyond a limit."""
+    """Answers requests of connections beyond a limit."""
 
     def __init__(self, service: Service, limit: int) -> None:
         self._service, self.limit = service, limit
-        self.app = RequestLogging(self, service.request_log, service.proxies)
+        self._log = RequestLogging(service.request_log, service.proxies)
 
-    async def __call__(self, scope: Scope, receive: Receive) -> Response:
+    def answer(self, scope: Scope) -> Response:
         error = Overloaded(
             f"{self.limit} connections are open, as many as there may be; use one for many requests, and try again in "
             "a second"
@@ -40,6 +40,7 @@ class ConnectionRefusal:
         self._service.request_times.add(protocol, "overloaded", 0.0)
         response = error_for_path(path, error)
         response.headers.append(CLOSE)
+        self._log.note(scope, response)
         return response
 
 

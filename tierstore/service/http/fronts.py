@@ -2,16 +2,14 @@
 
 See `tiers/upstream/wire.py` for the bytes, docs/upstream.md and docs/several-nodes.md for the use.
 
-Runs on the event loop. Reactors answer requests for rows in memory, once a request of the same kind was answered here;
-other requests are answered at once if they have few keys and memory has the rows. Work that may wait goes to the
-pools.
+Reactors answer requests for rows in memory, once a request of the same kind was answered here.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
+from functools import partial
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -20,27 +18,22 @@ import numpy as np
 from tierstore.access.rules import is_listed
 from tierstore.engine.operations.explain import MOST_KEYS
 from tierstore.engine.operations.for_peers import READ_BYTES
-from tierstore.engine.operations.fronts import StoredRead
 from tierstore.errors import InvalidInput, NotFound, shown
 from tierstore.formats.backups import FILES
 from tierstore.service.context import Service
 from tierstore.service.error_status import HttpError
-from tierstore.service.http.application import ProtocolApplication, allow
+from tierstore.service.http.application import HttpRequest, ProtocolApplication, Route, allow
 from tierstore.service.http.messages import (
-    Headers,
-    Receive,
     Response,
     Scope,
     caller_of,
     json_response,
     principal_of,
-    read_body,
 )
-from tierstore.service.limits.worker_pool import Reservation
+from tierstore.service.limits.rates import Charge, RateLimits
 from tierstore.tiers.upstream import wire
 from tierstore.types import NAME, Keys
 
-DIRECT_KEYS = 2048  # of a request that is answered on the loop if all of them are in memory: a fifth of a millisecond
 _OCTETS = wire.OCTETS.encode()
 _EXPLAIN_BYTES = 64 << 10
 _NAME = NAME.pattern
@@ -70,85 +63,70 @@ class FrontsHttp(ProtocolApplication):
         super().__init__(service)
         self._fronts, self._peers = service.fronts, service.peer_side
 
-    async def _answer(self, scope: Scope, receive: Receive, holding: Reservation, began_ns: int) -> Response:
-        kind, words = _parse(scope["path"])
-        query = _Query(scope)
-        pool = self._service.admin_pool
+    def route(self, request: HttpRequest) -> Route:
+        kind, words = _parse(request.scope["path"])
+        service, charge = self._service, _Charge(self._service.rates, words)
+        allow(request.scope["method"], "POST" if kind in ("rows", "explain", "image") else "GET")
         if kind == "rows":
-            allow(scope["method"], "POST")
-            return await self._rows(scope, receive, holding, began_ns, words)
+            caller = caller_of(request.scope, request.headers)
+            answer = partial(self._rows, words, charge)
+            return Route(answer, service.lookup_pool, wire.MOST_REQUEST_BYTES, "", caller, charge.admit)
         if kind == "explain":
-            allow(scope["method"], "POST")
-            return await self._explain(scope, receive, holding, words)
-        if kind == "image":
-            allow(scope["method"], "POST")
-            return json_response(await pool.run(self._peers.image, words[0]))
-        allow(scope["method"], "GET")
-        if kind == "logs":
-            logs = await pool.run(self._peers.logs)
-            return json_response({"node": self._peers.node, "copying": self._service.copying, "models": logs})
-        if kind == "log digest":
-            after, upto = query.number("after"), query.number("upto")
-            return json_response({"digest": await pool.run(self._peers.digest, words[0], after, upto)})
-        if kind == "image file":
-            begin, count = query.number("begin"), query.number("count")
-            holding.reserve(min(count, READ_BYTES))
-            return Response(200, [await pool.run(self._peers.read, words[0], words[1], begin, count)], _OCTETS)
-        if kind == "state":  # microseconds for each model
-            return json_response(self._fronts.state(query.text("front"), query.versions("serves")))
-        if kind == "deltas":
-            after, count = query.number("after"), query.number("count")
-            return Response(200, await pool.run(self._fronts.deltas, words[0], after, count), _OCTETS)
-        model, number, line = words[0], int(words[1]), query.text("line")
-        if kind == "version":
-            return json_response(await pool.run(self._fronts.version, model, number, line))
-        return Response(200, [await pool.run(self._fronts.file, model, number, line, words[2])], _OCTETS)
+            answer = partial(self._explain, words, charge)
+            return Route(answer, service.explain_pool, _EXPLAIN_BYTES, admit=charge.admit)
+        pool = None if kind == "state" else service.admin_pool  # it takes microseconds for each model
+        return Route(partial(self._document, kind, words), pool)
 
-    async def _rows(
-        self, scope: Scope, receive: Receive, holding: Reservation, began_ns: int, words: list[str]
-    ) -> Response:
-        headers: Headers = dict(scope["headers"])
-        body = await read_body(receive, headers, wire.MOST_REQUEST_BYTES, holding)
-        request = _decode(body)
-        self._admit(scope, words[0], len(body), len(request.codes))
-        if len(request.codes) > DIRECT_KEYS:
-            caller = caller_of(scope, headers, began_ns)
-            read, chunks = await self._service.lookup_pool.run(self._read, words, request, caller=caller)
-        else:
-            read = self._begin(words, request)
-            chunks = await self._later(read) if read.waits else read.finish()
+    def _rows(self, words: list[str], charge: _Charge, request: HttpRequest) -> Response:
+        wanted = _decode(request.body)
+        charge.keys(len(wanted.codes))
+        read = self._fronts.rows(words[0], int(words[1]), words[2], wanted)
+        chunks = read.finish()
         if (plans := self._service.plans) is not None:  # for reactors to answer the next request of this kind
-            plans.learn_rows(words[0], read.view, read.table, scope["path"], request.line)
-        holding.reserve(sum(map(len, chunks)))
+            plans.learn_rows(words[0], read.view, read.table, request.scope["path"], wanted.line)
+        request.holding.reserve(sum(map(len, chunks)))
         return Response(200, chunks, _OCTETS)
 
-    async def _explain(self, scope: Scope, receive: Receive, holding: Reservation, words: list[str]) -> Response:
-        body = await read_body(receive, dict(scope["headers"]), _EXPLAIN_BYTES, holding)
-        line, upto, codes = _decode_explain(bytes(body))
-        self._admit(scope, words[0], len(body), len(codes))
-        run = self._service.explain_pool.run
-        return json_response(await run(self._fronts.explain, words[0], int(words[1]), words[2], line, upto, codes))
+    def _explain(self, words: list[str], charge: _Charge, request: HttpRequest) -> Response:
+        line, upto, codes = _decode_explain(bytes(request.body))
+        charge.keys(len(codes))
+        return json_response(self._fronts.explain(words[0], int(words[1]), words[2], line, upto, codes))
 
-    def _admit(self, scope: Scope, model: str, nbytes: int, keys: int) -> None:
-        """Charge a request to its caller and its model. RateLimited if one of them has used up its rates."""
-        if (charge := self._service.rates.admit(principal_of(scope), model, nbytes)) is not None:
-            charge.keys(keys)
+    def _document(self, kind: str, words: list[str], request: HttpRequest) -> Response:
+        query, fronts, peers = _Query(request.scope), self._fronts, self._peers
+        if kind == "image":
+            return json_response(peers.image(words[0]))
+        if kind == "logs":
+            return json_response({"node": peers.node, "copying": self._service.copying, "models": peers.logs()})
+        if kind == "log digest":
+            return json_response({"digest": peers.digest(words[0], query.number("after"), query.number("upto"))})
+        if kind == "image file":
+            begin, count = query.number("begin"), query.number("count")
+            request.holding.reserve(min(count, READ_BYTES))
+            return Response(200, [peers.read(words[0], words[1], begin, count)], _OCTETS)
+        if kind == "state":
+            return json_response(fronts.state(query.text("front"), query.versions("serves")))
+        if kind == "deltas":
+            return Response(200, fronts.deltas(words[0], query.number("after"), query.number("count")), _OCTETS)
+        model, number, line = words[0], int(words[1]), query.text("line")
+        if kind == "version":
+            return json_response(fronts.version(model, number, line))
+        return Response(200, [fronts.file(model, number, line, words[2])], _OCTETS)
 
-    def _begin(self, words: list[str], request: wire.RowsRequest) -> StoredRead:
-        return self._fronts.rows(words[0], int(words[1]), words[2], request)
 
-    def _read(self, words: list[str], request: wire.RowsRequest) -> tuple[StoredRead, list[bytes | memoryview]]:
-        read = self._begin(words, request)
-        return read, read.finish()
+class _Charge:
+    """Charges a request to its caller and its model. RateLimited if one of them has used up its rates."""
 
-    async def _later(self, read: StoredRead) -> list[bytes | memoryview]:
-        try:
-            pending = self._service.lookup_pool.run(read.finish)
-        except BaseException:
-            read.close()
-            raise
-        pending.add_done_callback(lambda _: read.close())  # if it was not run
-        return await asyncio.shield(pending)  # if this task is cancelled, the thread goes on with the view
+    def __init__(self, rates: RateLimits, words: list[str]) -> None:
+        self._rates, self._words = rates, words
+        self._charge: Charge | None = None
+
+    def admit(self, request: HttpRequest) -> None:
+        self._charge = self._rates.admit(principal_of(request.scope), self._words[0], len(request.body))
+
+    def keys(self, keys: int) -> None:
+        if self._charge is not None:
+            self._charge.keys(keys)
 
 
 def _parse(path: str) -> tuple[str, list[str]]:

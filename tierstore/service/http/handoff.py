@@ -1,27 +1,26 @@
 """Requests that reactors hand off to Python; their answers go back to the reactors.
 
 HTTP/2 hands off streams (`reactor/streams.py`): gRPC streams have their own receiver, any other is a request. The
-reactor has framed an HTTP/1 request and checked its head, so Python only splits it. Event loop only, except that
-threads answer the requests that were left to them.
+reactor has framed an HTTP/1 request and checked its head, so Python only splits it. Event loop only; the thread that
+has a response sends it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import logging
 import os
-import threading
 import time
-from collections.abc import Callable, Coroutine, Generator, MutableMapping
+from collections.abc import Callable, MutableMapping
 from functools import partial
 from typing import Any, Protocol
 
 from tierstore.config import Settings
-from tierstore.errors import Closed, Overloaded, TierstoreError, TooLarge
+from tierstore.errors import Closed, Overloaded, TooLarge
 from tierstore.reactor import layout as kernel
 from tierstore.service.addresses import is_on_host
 from tierstore.service.error_status import CUT_OFF
+from tierstore.service.http.application import HttpRequest
 from tierstore.service.http.connection_limit import ConnectionLimit
 from tierstore.service.http.messages import (
     ARRIVED,
@@ -30,12 +29,12 @@ from tierstore.service.http.messages import (
     FAILED,
     PEER,
     UNPLANNED,
-    App,
     HttpPeer,
     Receive,
     Response,
     Scope,
     date_now,
+    failed_response,
     problem,
     response_head,
     scope_of,
@@ -97,6 +96,15 @@ class StreamAnswer:
         self._stream.respond(response.status, [(b"date", date_now()), *headers], chunks)
 
 
+class Answering(Protocol):
+    """Answers requests over HTTP, see `service/root.py`."""
+
+    def open(self, scope: Scope) -> HttpRequest | None: ...
+    def begin(self, request: HttpRequest, done: Callable[[Response | None], None]) -> None: ...
+    def cut_off(self, scope: Scope) -> Response: ...
+    async def __call__(self, scope: Scope, receive: Receive) -> Response | None: ...
+
+
 class CallReceiver(StreamReceiver, Protocol):
     """Receives the streams of gRPC."""
 
@@ -138,110 +146,31 @@ class RequestDispatch:
             self._calls.lost(stream)
 
 
-def _whole(body: memoryview) -> Receive:
-    """A `receive` for a body that is there."""
+def _received(body: memoryview | Exception) -> Receive:
+    """A `receive` for a body that is there, or that has failed."""
 
     async def receive() -> MutableMapping[str, Any]:
+        if isinstance(body, Exception):
+            raise body
         return {"type": "http.request", "body": body, "more_body": False}
 
     return receive
 
 
-def _failing(error: TierstoreError) -> Receive:
-    """A `receive` that raises an error in place of a body."""
-
-    async def receive() -> MutableMapping[str, Any]:
-        raise error
-
-    return receive
-
-
-class _Run:
-    """A request that the application answers. It begins without a task, as most end where they begin.
-
-    One thread at a time: the event loop, then perhaps the thread that has a look-up's answer.
-    """
-
-    def __init__(
-        self, answer: Answer | StreamAnswer, path: str, coroutine: Coroutine[Any, Any, Response | None]
-    ) -> None:
-        self._answer, self._path, self._coroutine = answer, path, coroutine
-        self.context = contextvars.copy_context()
-        self.has_ended = False
-
-    def step(self, value: Any = None, error: BaseException | None = None) -> Any:
-        """Go on, with the awaited value. Returns what is awaited next: a future, the handover of a look-up, or None."""
-        try:
-            if error is not None:
-                return self.context.run(self._coroutine.throw, error)
-            return self.context.run(self._coroutine.send, value)
-        except StopIteration as end:
-            self._end(end.value)
-        except Exception:  # noqa: BLE001 - the last place where an error can still be answered
-            self._end(self._failed())
-        return None
-
-    async def end(self, awaited: Any) -> None:
-        """Go on, in a task, to the end."""
-        try:
-            response = await _Resumed(self._coroutine, awaited)
-        except Exception:  # noqa: BLE001 - as above
-            response = self._failed()
-        self._end(response)
-
-    def _failed(self) -> Response:
-        logger.exception("a request to %s failed", self._path)
-        return Response(500, [b"Internal Server Error"], b"text/plain; charset=utf-8", [CLOSE])
-
-    def _end(self, response: Response | None) -> None:
-        """Send the response; if that fails, an error, or nothing: while Python has a request, it has no deadline."""
-        self.has_ended = True
-        try:
-            self._answer.send(response)
-        except Exception:  # noqa: BLE001 - as above
-            try:
-                self._answer.send(self._failed())
-            except Exception:
-                logger.exception("a request to %s is not answered", self._path)
-                self._answer.send(None)
-
-
-class _Resumed:
-    """A coroutine that has begun already and awaits something, to be awaited in a task."""
-
-    def __init__(self, coroutine: Coroutine[Any, Any, Response | None], awaited: Any) -> None:
-        self._coroutine, self._awaited = coroutine, awaited
-
-    def __await__(self) -> Generator[Any, Any, Response | None]:
-        awaited, error = self._awaited, None
-        while True:
-            try:
-                yield awaited
-                error = None
-            except BaseException as caught:  # noqa: BLE001 - the coroutine's own
-                error = caught
-            try:
-                awaited = self._coroutine.send(None) if error is None else self._coroutine.throw(error)
-            except StopIteration as end:
-                response: Response | None = end.value
-                return response
-
-
 class Handoff:
-    """Passes requests from `reactors` to the application `app`, and to that of `limit` for connections beyond it."""
+    """Has requests from `reactors` answered by `root`, and by `limit` those of connections beyond it."""
 
     def __init__(
-        self, reactors: Reactors, app: App, limit: ConnectionLimit, inflight: ByteBudget, settings: Settings
+        self, reactors: Reactors, root: Answering, limit: ConnectionLimit, inflight: ByteBudget, settings: Settings
     ) -> None:
-        self._reactors, self._app, self._limit, self._inflight = reactors, app, limit, inflight
+        self._reactors, self._root, self._limit, self._inflight = reactors, root, limit, inflight
         self._too_large = (
             f"the body has more bytes than are allowed: {settings.max_request} (max_request), or for a delta "
             f"{settings.max_delta} (max_delta)"
         )
         self._tasks: set[asyncio.Task[None]] = set()
-        self._lock = threading.Lock()
-        # guarded by _lock
-        self._left: dict[_Run, None] = {}  # requests that a thread may answer
+        # who removes a request answers it: its thread, or the loop when its time is over
+        self._unanswered: dict[HttpRequest, Answer | StreamAnswer] = {}
         self._cut = False  # whether the time for all requests is over
         self.draining = False  # whether answers end connections on which nothing more has come
         self.ending = False  # whether answers end their connections
@@ -252,7 +181,7 @@ class Handoff:
         reactors = self._reactors
         return bool(
             self._tasks
-            or self._left
+            or self._unanswered
             or reactors.lanes
             or reactors.sending
             or reactors.unsent_bytes
@@ -288,12 +217,14 @@ class Handoff:
         scope[PEER] = HttpPeer(names=reply.peer_names, on_host=reply.on_host)
         if reply.error is not None:
             scope[FAILED] = reply.error
-        if reply.has_body:
-            receive = _whole(memoryview(data)[body_at:])
+        answer = Answer(self, reply, is_head=method == b"HEAD")
+        if reply.is_refused:
+            _send(answer, scope, self._limit.refusal.answer(scope))
+        elif reply.has_body:
+            self._begin(answer, scope, memoryview(data)[body_at:])
         else:
-            receive = _failing(TooLarge(self._too_large) if reply.reason == kernel.SIZE else Overloaded(_NO_ROOM))
-        app = self._limit.refusal.app if reply.is_refused else self._app
-        self._begin(Answer(self, reply, is_head=method == b"HEAD"), scope, receive, app)
+            no_room = TooLarge(self._too_large) if reply.reason == kernel.SIZE else Overloaded(_NO_ROOM)
+            self._begin(answer, scope, no_room)
 
     def stream(self, stream: Stream, body: bytes) -> None:
         """Answer a whole HTTP/2 request."""
@@ -313,50 +244,44 @@ class Handoff:
         scope = scope_of("2", stream.method, path, query, headers)
         scope[ARRIVED], scope[CONNECTION] = stream.arrived_ns, stream
         scope[PEER] = HttpPeer(False, stream.peer_names, on_host)
-        answer = StreamAnswer(stream)
-        self._begin(
-            answer, scope, _failing(TooLarge(self._too_large)) if stream.too_large else _whole(memoryview(body))
-        )
+        self._begin(StreamAnswer(stream), scope, TooLarge(self._too_large) if stream.too_large else memoryview(body))
 
-    def _begin(self, answer: Answer | StreamAnswer, scope: Scope, receive: Receive, app: App | None = None) -> None:
+    def _begin(self, answer: Answer | StreamAnswer, scope: Scope, body: memoryview | Exception) -> None:
         if self._cut and FAILED not in scope:
             answer.send(None)
             return
-        self._go_on(_Run(answer, scope["path"], (app or self._app)(scope, receive)))
-
-    def _go_on(self, run: _Run) -> None:
-        """Run a request as far as possible, and arrange for it to go on."""
-        awaited = run.step()
-        while callable(awaited):
-            self._left[run] = None
-            try:
-                awaited(partial(self._answer_left, run))
-                return
-            except Exception as error:  # noqa: BLE001 - the request's own, which it answers
-                del self._left[run]
-                awaited = run.step(error=error)
-        if not run.has_ended:
-            task = asyncio.get_running_loop().create_task(run.end(awaited), context=run.context)
+        request = self._root.open(scope)
+        if request is None:
+            task = asyncio.get_running_loop().create_task(self._await(answer, scope, body))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
+            return
+        request.take(body)
+        self._unanswered[request] = answer
+        self._root.begin(request, partial(self._answered, request))
 
-    def _answer_left(self, run: _Run, answer: Any, error: BaseException | None) -> None:
-        """Go on with a request that was left to a thread, unless its time is over. Any thread."""
-        with self._lock:
-            is_left = run in self._left
-            self._left.pop(run, None)
-        if is_left:
-            run.step(answer, error)
+    def _answered(self, request: HttpRequest, response: Response | None) -> None:
+        """Send a response, unless the time of its request is over. Any thread."""
+        answer = self._unanswered.pop(request, None)
+        if answer is not None:
+            _send(answer, request.scope, response)
+
+    async def _await(self, answer: Answer | StreamAnswer, scope: Scope, body: memoryview | Exception) -> None:
+        """Answer a request to the admin application."""
+        try:
+            response = await self._root(scope, _received(body))
+        except Exception:  # noqa: BLE001 - the last place where an error can still be answered
+            response = failed_response(scope["path"])
+        _send(answer, scope, response)
 
     def cut_off(self) -> None:
         """Answer requests in progress in place of their threads. Once; afterwards none is left."""
         if self._cut:
             return
         self._cut = True
-        with self._lock:
-            left, self._left = list(self._left), {}
-        for run in left:
-            run.step(error=asyncio.CancelledError())
+        for request in list(self._unanswered):
+            if (answer := self._unanswered.pop(request, None)) is not None:
+                _send(answer, request.scope, self._root.cut_off(request.scope))
         for task in self._tasks:
             task.cancel()
         self._reactors.cut_off(Closed(CUT_OFF))
@@ -365,3 +290,15 @@ class Handoff:
         """Count so many bytes of an answer. Call the result once they were sent."""
         self._inflight.hold(size)
         return partial(self._inflight.release, size)
+
+
+def _send(answer: Answer | StreamAnswer, scope: Scope, response: Response | None) -> None:
+    """Send the response; if that fails, an error, or nothing: while Python has a request, it has no deadline."""
+    try:
+        answer.send(response)
+    except Exception:  # noqa: BLE001 - the last place where an error can still be answered
+        try:
+            answer.send(failed_response(scope["path"]))
+        except Exception:
+            logger.exception("a request to %s is not answered", scope["path"])
+            answer.send(None)

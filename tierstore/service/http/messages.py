@@ -1,13 +1,14 @@
 """Requests and responses over HTTP: bodies read within limits, responses, errors, content codings.
 
-An application gets a request as in ASGI, a scope and `receive`, and returns its response. `read_body` runs on the
-event loop; the rest are pure functions for any thread.
+A request is a scope as in ASGI, with a `receive` where its body may still come. `read_body` runs on the event loop; the
+rest are pure functions for any thread.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import re
 import time
 import zlib
@@ -28,6 +29,8 @@ from tierstore.service.limits.shedding import Caller
 from tierstore.service.limits.worker_pool import Reservation
 from tierstore.wire.http1.date import DATE_PLACE
 
+logger = logging.getLogger(__name__)
+
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Headers = dict[bytes, bytes]
@@ -46,7 +49,7 @@ _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".en
 
 # a whole number of milliseconds: our header, and the one that Envoy, and so Istio, passes on to the services behind it
 TIMEOUT_HEADERS = (b"x-request-timeout-ms", b"x-envoy-expected-rq-timeout-ms")
-# in a scope: the connection, which knows whether it is lost; when the head came, if earlier than the body's time
+# in a scope: the connection, which knows whether it is lost; when the head came, by `time.perf_counter_ns`
 CONNECTION, ARRIVED = "tierstore.connection", "tierstore.arrived"
 # and for the log: why it failed, where its time went
 ERROR, SPENT = "tierstore.error", "tierstore.spent"
@@ -193,10 +196,10 @@ def principal_of(scope: Scope) -> Principal:
     return principal
 
 
-def caller_of(scope: Scope, headers: Headers, arrived_ns: int) -> Caller:
+def caller_of(scope: Scope, headers: Headers) -> Caller:
     """The caller, with the deadline in its headers. InvalidInput for a malformed deadline."""
     connection = scope.get(CONNECTION)
-    caller = Caller(arrived_ns, None if connection is None else connection.is_lost, principal_of(scope))
+    caller = Caller(scope[ARRIVED], None if connection is None else connection.is_lost, principal_of(scope))
     for name in TIMEOUT_HEADERS:
         value = headers.get(name)
         if value is not None:
@@ -216,10 +219,7 @@ async def read_body(
     `setting`: the name of the setting with this limit. Every byte that has arrived is reserved; announced bytes are
     not, so idle connections hold nothing. The HTTP parser reads and drops the remainder of a refused body.
     """
-    which = f" ({setting})" if setting else ""
-    declared = headers.get(b"content-length", b"")
-    if declared.isdigit() and (len(declared) > 18 or int(declared) > limit):
-        raise TooLarge(f"the body has {declared[:20].decode()} bytes, {limit} are allowed{which}")
+    which = _check_declared(headers, limit, setting)
     async with body_deadline():
         message = await receive()
         body: bytes = _part(message, 0, limit, holding, which)
@@ -232,16 +232,29 @@ async def read_body(
     return memoryview(gathered)
 
 
+def take_body(body: memoryview, headers: Headers, limit: int, holding: Reservation, setting: str = "") -> memoryview:
+    """`read_body` of a body that is there."""
+    which = _check_declared(headers, limit, setting)
+    _reserve(0, len(body), limit, holding, which)
+    return body
+
+
+def _check_declared(headers: Headers, limit: int, setting: str) -> str:
+    """TooLarge for a Content-Length beyond the limit. Returns the setting, for messages."""
+    which = f" ({setting})" if setting else ""
+    declared = headers.get(b"content-length", b"")
+    if declared.isdigit() and (len(declared) > 18 or int(declared) > limit):
+        raise TooLarge(f"the body has {declared[:20].decode()} bytes, {limit} are allowed{which}")
+    return which
+
+
 @contextlib.asynccontextmanager
 async def body_deadline(since: float | None = None, seconds: float | None = None) -> AsyncIterator[None]:
     """A deadline for receiving a body: so many seconds, by default BODY_S, from a moment of the loop's time, by default
     now.
 
-    HttpError 408 then. If no task runs the request, its body is there.
+    HttpError 408 then.
     """
-    if asyncio.current_task() is None:
-        yield
-        return
     if since is None:
         since = asyncio.get_running_loop().time()
     if seconds is None:
@@ -257,10 +270,14 @@ def _part(message: MutableMapping[str, Any], before: int, limit: int, holding: R
     if message["type"] == "http.disconnect":
         raise Disconnected
     part: bytes = message.get("body", b"")
-    if before + len(part) > limit:
-        raise TooLarge(f"the body has more than the {limit} bytes that are allowed{which}")
-    holding.reserve(len(part))
+    _reserve(before, len(part), limit, holding, which)
     return part
+
+
+def _reserve(before: int, more: int, limit: int, holding: Reservation, which: str) -> None:
+    if before + more > limit:
+        raise TooLarge(f"the body has more than the {limit} bytes that are allowed{which}")
+    holding.reserve(more)
 
 
 def decode_body(body: memoryview, coding: bytes, limit: int, reserve: Callable[[int], None]) -> memoryview:
@@ -357,12 +374,6 @@ def compress(chunks: Iterable[bytes | memoryview], coding: bytes) -> bytes:
     return b"".join([*(stream.compress(chunk) for chunk in chunks), stream.flush()])
 
 
-def is_coded(headers: Headers) -> bool:
-    """Whether the client wants its response compressed."""
-    accept = headers.get(b"accept-encoding")
-    return accept is not None and wanted_coding(accept) is not None
-
-
 def coded(response: Response, headers: Headers) -> Response:
     """The response, in the coding that the client wants."""
     if (accept := headers.get(b"accept-encoding")) and (wish := wanted_coding(accept)) is not None:
@@ -393,6 +404,12 @@ def problem_response(error: Exception) -> Response:
     seconds = retry_after(error)
     headers = {b"retry-after": seconds} if seconds is not None else {b"connection": b"close"} if status == 408 else None
     return problem(status, message_of(error), headers, **more)
+
+
+def failed_response(path: str) -> Response:
+    """The response where no other can be made or sent; the exception that is being handled goes to the log."""
+    logger.exception("a request to %s failed", path)
+    return Response(500, [b"Internal Server Error"], b"text/plain; charset=utf-8", [CLOSE])
 
 
 def error_for_path(path: str, error: Exception) -> Response:

@@ -1,4 +1,4 @@
-"""Wrappers of the whole application: the access check, and the log of requests.
+"""What is around every request: the access check, and the log of requests.
 
 A page in a browser on this machine can reach a loopback port too: under a name of its own that it rebinds to 127.0.0.1
 (then `Host` is that name), or by a plain cross-site request (then `Origin` is the page's, and `Sec-Fetch-Site` says
@@ -10,9 +10,9 @@ It keeps no state of a request.
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import re
-import time
+from collections.abc import Iterator
 from http import HTTPStatus
 from urllib.parse import urlsplit
 
@@ -33,8 +33,6 @@ from tierstore.service.http.messages import (
     REQUEST_ID,
     SPENT,
     UNNAMED,
-    App,
-    Receive,
     Response,
     Scope,
     error_for_path,
@@ -51,14 +49,13 @@ _SAFE = ("GET", "HEAD", "OPTIONS")  # methods that change nothing
 
 
 class AccessCheck:
-    """Wraps the application: refuses requests under other names, requests of web pages, and those without a
-    sufficient token.
-    """
+    """Refuses requests under other names, requests of web pages, and those without a sufficient token."""
 
-    def __init__(self, app: App, access: Access, allow: Allow, audit: Audit, proxies: Proxies) -> None:
-        self._app, self._access, self._allow, self._audit, self._proxies = app, access, allow, audit, proxies
+    def __init__(self, access: Access, allow: Allow, audit: Audit, proxies: Proxies) -> None:
+        self._access, self._allow, self._audit, self._proxies = access, allow, audit, proxies
 
-    async def __call__(self, scope: Scope, receive: Receive) -> Response | None:
+    def refusal(self, scope: Scope) -> Response | None:
+        """The answer to a request that may not be made; None if it may."""
         try:
             self._check(scope)
         except Forbidden as error:
@@ -66,24 +63,28 @@ class AccessCheck:
             self._note(scope, error)
             scope[ERROR] = error
             return error_response(error)
-        action, model = of_http(scope["method"], scope["path"])
-        if action in CHANGES and scope["method"] not in _SAFE:
-            return await self._attempt(action, model, scope, receive)
-        return await self._app(scope, receive)
+        return None
 
-    async def _attempt(self, action: Action, model: str | None, scope: Scope, receive: Receive) -> Response | None:
-        """A request for a change. If it fails before anything with a line in the audit began, it gets one here."""
-        attempt = AuditedChange()
+    @contextlib.contextmanager
+    def attempt(self, scope: Scope) -> Iterator[Attempt]:
+        """In the block this thread or task works on a request, and sets its response. A change that fails before
+        anything with a line in the audit began gets one here.
+        """
+        attempt = Attempt()
+        action, model = of_http(scope["method"], scope["path"])
+        if action not in CHANGES or scope["method"] in _SAFE:
+            yield attempt
+            return
         # the next request of the connection may be in the same context
         attempts, requesters = ATTEMPT.set(attempt), REQUESTER.set(_requester_of(scope, self._proxies))
         try:
-            response = await self._app(scope, receive)
+            yield attempt
+            response = attempt.response
             if response is not None and response.status >= 400 and not attempt.has_line:
                 what = "delta" if action is Action.WRITE else f"{scope['method']} {scope['path']}"
                 status, error = HTTPStatus(response.status), scope.get(ERROR)
                 why = f"{status.value} {status.phrase}" if error is None else message_of(error)
                 self._audit.change(what, requester(), "failed", flush=False, model=model, error=why)
-            return response
         finally:
             ATTEMPT.reset(attempts)
             REQUESTER.reset(requesters)
@@ -159,23 +160,28 @@ def _is_same_origin(origin: str, host: str) -> bool:
     return bool(page.hostname) and page.hostname == here.hostname and ports[0] == ports[1]
 
 
+class Attempt(AuditedChange):
+    """A request that is worked on, and its response."""
+
+    response: Response | None = None
+
+
 class RequestLogging:
-    """Wraps the whole application, refused requests included: sends the request id back, and logs the request."""
+    """What comes last for every request, refused ones included: its id is sent back, and it is logged. Any thread."""
 
-    def __init__(self, app: App, log: RequestLog, proxies: Proxies) -> None:
-        self._app, self._log, self._proxies = app, log, proxies
+    def __init__(self, log: RequestLog, proxies: Proxies) -> None:
+        self._log, self._proxies = log, proxies
 
-    async def __call__(self, scope: Scope, receive: Receive) -> Response | None:
-        began_ns = scope.get(ARRIVED) or time.perf_counter_ns()
+    def note(self, scope: Scope, response: Response | None) -> None:
         request_id = _id_of(scope)
-        response: Response | None
-        try:
-            response = await self._app(scope, receive)
-        except asyncio.CancelledError:  # its time is over
-            ended = scope[ERROR] = Closed(CUT_OFF)
-            response = error_for_path(scope["path"], ended)
         self._send_back(response, request_id)
-        self._note(scope, response, began_ns, request_id)
+        self._note(scope, response, scope[ARRIVED], request_id)
+
+    def cut_off(self, scope: Scope) -> Response:
+        """The response to a request whose time is over."""
+        ended = scope[ERROR] = Closed(CUT_OFF)
+        response = error_for_path(scope["path"], ended)
+        self.note(scope, response)
         return response
 
     @staticmethod

@@ -1,12 +1,11 @@
 """The Open Inference Protocol v2 over HTTP, below `/v2`.
 
-Runs on one event loop, which reads bodies, sends responses, and answers small look-ups itself (`service/exchange.py`).
-Other look-ups run on the look-up pool, and calls that may block for long on the admin pool.
+Look-ups are answered by threads of the look-up pool, what may take long by those of admin requests, the remainder, such
+as health, on the event loop.
 """
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import orjson
@@ -17,32 +16,27 @@ from tierstore.service.context import PlanIndex, Service
 from tierstore.service.dataplane.inference import AnyRequest, Inference
 from tierstore.service.dataplane.plan import Plan, Request
 from tierstore.service.dataplane.tensors import Elements
-from tierstore.service.exchange import DIRECT_BYTES, DIRECT_TEXT_BYTES
-from tierstore.service.http.application import REFUSAL, HttpMessage, ProtocolApplication, allow
+from tierstore.service.http.application import REFUSAL, HttpRequest, ProtocolApplication, Route, allow
 from tierstore.service.http.messages import (
     PEER,
     UNNAMED,
     UNPLANNED,
     Headers,
-    Receive,
     Response,
     Scope,
     coded,
     decode_body,
     decoded,
-    is_coded,
     json_response,
     principal_of,
-    read_body,
     to_parse,
 )
 from tierstore.service.limits.shedding import Caller
-from tierstore.service.limits.worker_pool import Reservation
+from tierstore.service.limits.worker_pool import Reservation, WorkerPool
 from tierstore.service.protocols.oip import documents
 from tierstore.service.protocols.oip.json_request import (
     HEADER_LENGTH,
     InferRequest,
-    joined_codes,
     parse_raw,
     parse_request,
     read_elements,
@@ -109,10 +103,8 @@ class InferMessage:
     def request(self) -> AnyRequest:
         return self._parsed.request
 
-    def parse(self, *, here: bool) -> bool:
+    def parse(self) -> None:
         length = _header_length(self._headers)
-        if here:
-            return length != 0 and b"content-encoding" not in self._headers and self._parse_here(length)
         body = decoded(self._body, self._headers, self._service.settings.max_request, self._holding)
         if length == 0:
             self._tail = None
@@ -121,21 +113,6 @@ class InferMessage:
             header, self._tail = split_body(body, length)
             text = to_parse(header, self._service.settings.max_inflight, self._holding)
             self._parsed = parse_request(text, None if self._tail is None else len(self._tail))
-        return True
-
-    def _parse_here(self, length: int | None) -> bool:
-        header, tail = split_body(self._body, length)
-        if len(header) > DIRECT_TEXT_BYTES:
-            return False
-        self._tail = tail
-        self._parsed = parse_request(header, None if tail is None else len(tail))
-        return True
-
-    def is_long(self) -> bool:
-        return len(self._body) > DIRECT_BYTES or is_coded(self._headers)
-
-    def is_short(self, plan: Plan) -> bool:
-        return self._parsed.span_bytes <= DIRECT_BYTES and self._layout.json_bytes <= DIRECT_TEXT_BYTES
 
     def opened(self, inference: Inference) -> None:
         self._layout = ResponseLayout(self._parsed, self.model, inference.plan)
@@ -154,15 +131,11 @@ class InferMessage:
         plans.learn(self.model, view, self.version, plan, lesson, None if plan.dense is None else REFUSAL)
 
     def read(self, inference: Inference) -> tuple[list[Elements], list[Any]]:
-        parsed, plan, joined = self._parsed, inference.plan, None
-        raw, dense = inference.raw, plan.dense
-        if dense is not None and dense.joined is not None and self._tail is not None:
-            inference.codes = joined_codes(parsed, self._tail, *dense.joined)
-            joined = None if inference.codes is None else dense.joined
+        parsed, plan, raw = self._parsed, inference.plan, inference.raw
         regions = self._service.regions.of(self._caller.principal)
         self._layout.check_spans(regions)
         self._holding.reserve(plan.work_bytes + parsed.span_bytes)
-        elements = [raw] if raw is not None else read_elements(parsed, self._tail, regions, joined)
+        elements = [raw] if raw is not None else read_elements(parsed, self._tail, regions)
         self._answer = self._layout.allocate()
         return elements, self._answer.arrays
 
@@ -190,25 +163,33 @@ class OipHttp(ProtocolApplication):
 
     PROTOCOL = "oip_http"
 
-    def _lookup(self, scope: Scope, headers: Headers, holding: Reservation) -> HttpMessage | None:
-        if not is_listed(scope["path"]):
-            raise NotFound(f"no such path: {shown(scope['path'])}")
-        parts = scope["path"].split("/")[2:]
-        if len(parts) < 3 or parts[0] != "models" or parts[-1] != "infer":
-            return None
-        allow(scope["method"], "POST")
-        name, version = _model_path(parts[1:-1], scope["path"])
-        self._service.dataplane.model(name)  # an unknown one is refused before its body is read
-        teaches = scope.get(UNPLANNED, False)
-        return InferMessage(self._service, name, version, headers, holding, teaches=teaches)
+    def route(self, request: HttpRequest) -> Route:
+        scope, service = request.scope, self._service
+        path, method = scope["path"], scope["method"]
+        if not is_listed(path):
+            raise NotFound(f"no such path: {shown(path)}")
+        parts = path.split("/")[2:]
+        if len(parts) >= 3 and parts[0] == "models" and parts[-1] == "infer":
+            allow(method, "POST")
+            name, version = _model_path(parts[1:-1], path)
+            service.dataplane.model(name)  # an unknown one is refused before its body is read
+            teaches = scope.get(UNPLANNED, False)
+            headers, holding = request.headers, request.holding
+            return self._look_up(request, InferMessage(service, name, version, headers, holding, teaches=teaches))
+        match [part for part in parts if part]:
+            case ["repository", "models", *_]:
+                pool: WorkerPool | None = service.switch_pool
+            case ["repository" | "systemsharedmemory" | "cudasharedmemory", *_] | ["models", *_, "stats"]:
+                pool = service.admin_pool
+            case _:
+                pool = None
+        return Route(self._document, pool, _ADMIN_BODY_BYTES if method == "POST" else 0)
 
     # --- documents
 
-    async def _document(self, scope: Scope, headers: Headers, receive: Receive, holding: Reservation) -> Response:
+    def _document(self, request: HttpRequest) -> Response:
+        scope, body, headers = request.scope, request.body, request.headers
         method: str = scope["method"]
-        body = memoryview(b"")
-        if method == "POST":
-            body = await read_body(receive, headers, _ADMIN_BODY_BYTES, holding)
         parts = [part for part in scope["path"].split("/")[2:] if part]
         match parts:
             case []:
@@ -219,24 +200,22 @@ class OipHttp(ProtocolApplication):
                 return self._health(kind)
             case ["models", "stats"]:
                 allow(method, "GET")
-                return await self._statistics(None, None)
+                return self._statistics(None, None)
             case ["models", _, "trace", "setting"] | ["trace", "setting"] | ["logging"]:
                 raise InvalidInput(f"the {'logging' if parts == ['logging'] else 'trace'} extension is not served")
             case ["models", *path]:
-                return await self._model(scope, path)
+                return self._model(scope, path)
             case ["repository", "index"]:
                 allow(method, "POST")
                 only_ready = _json_object(body, headers).get("ready") is True
-                return json_response(
-                    await self._service.admin_pool.run(documents.repository_index, self._service.store, only_ready)
-                )
+                return json_response(documents.repository_index(self._service.store, only_ready))
             case ["repository", "models", name, ("load" | "unload") as verb]:
                 allow(method, "POST")
-                return await self._repository(name, verb, _json_object(body, headers))
+                return self._repository(name, verb, _json_object(body, headers))
             case [("systemsharedmemory" | "cudasharedmemory") as kind, "region", name, verb] if name:
-                return await self._region(scope, kind.removesuffix("sharedmemory"), name, verb, body, headers)
+                return self._region(scope, kind.removesuffix("sharedmemory"), name, verb, body, headers)
             case [("systemsharedmemory" | "cudasharedmemory") as kind, ("status" | "unregister") as verb]:
-                return await self._region(scope, kind.removesuffix("sharedmemory"), None, verb, body, headers)
+                return self._region(scope, kind.removesuffix("sharedmemory"), None, verb, body, headers)
         raise NotFound(f"no such path: {shown(scope['path'])}")
 
     def _health(self, kind: str) -> Response:
@@ -250,7 +229,7 @@ class OipHttp(ProtocolApplication):
             document["compiling"] = True
         return json_response({"ready": ready, **document}, 200 if ready else 400)
 
-    async def _model(self, scope: Scope, path: list[str]) -> Response:
+    def _model(self, scope: Scope, path: list[str]) -> Response:
         verb = ""
         if path and path[-1] in ("ready", "stats", "config") and len(path) in (2, 4):
             verb = path.pop()
@@ -262,15 +241,15 @@ class OipHttp(ProtocolApplication):
         if verb == "config":
             return json_response(documents.model_config(dataplane, name, version))
         if verb == "stats":
-            return await self._statistics(name, version)
+            return self._statistics(name, version)
         return json_response(documents.model_metadata(dataplane, name, version))
 
-    async def _statistics(self, name: str | None, version: int | str | None) -> Response:
+    def _statistics(self, name: str | None, version: int | str | None) -> Response:
         service = self._service
         service.refresh()
         return json_response(documents.statistics(service.dataplane, service.inference_stats, name, version))
 
-    async def _region(
+    def _region(
         self, scope: Scope, kind: Any, name: str | None, verb: str, body: memoryview, headers: Headers
     ) -> Response:
         """Shared memory of a kind, `system` or `cuda`: one of the caller's regions, or with `name` None all of them."""
@@ -281,28 +260,28 @@ class OipHttp(ProtocolApplication):
             return json_response(of_kind.status(name))
         allow(method, "POST")
         if verb == "unregister":  # served even if none can be registered: benchmarks always request it
-            await self._service.admin_pool.run(of_kind.unregister, name)
+            of_kind.unregister(name)
         elif verb == "register" and name is not None:
             document = _json_object(body, headers)
             if kind == "cuda":
                 CudaRegions.register(name)
             size, on_host = document.get("byte_size"), scope.get(PEER, UNNAMED).on_host
             key, offset = document.get("key"), document.get("offset", 0)
-            await self._service.admin_pool.run(partial(regions.register, name, key, offset, size, on_host=on_host))
+            regions.register(name, key, offset, size, on_host=on_host)
         else:
             raise NotFound(f"no such path: a region has no {shown(verb)}; expected register, unregister or status")
         return Response(200)
 
-    async def _repository(self, name: str, verb: str, request: dict[str, Any]) -> Response:
+    def _repository(self, name: str, verb: str, request: dict[str, Any]) -> Response:
         documents.check_whole(self._service.store, name)
         parameters = request.get("parameters") or {}
         if not isinstance(parameters, dict):
             raise InvalidInput(f"expected parameters as an object, got {shown(parameters)}")
         documents.check_load_parameters(parameters)
         if verb == "load":
-            await self._service.change(documents.load, self._service.store, name)
+            documents.load(self._service.store, name)
         else:
-            await self._service.change(self._service.store.deactivate, name)
+            self._service.store.deactivate(name)
         return Response(200)
 
 

@@ -1,7 +1,6 @@
 """TensorFlow Serving's JSON interface, below `/v1`.
 
-Runs on one event loop, which reads bodies, sends responses, and answers small look-ups itself (`service/exchange.py`).
-Other look-ups run on the look-up pool, and calls that may block for long on the admin pool.
+Look-ups are answered by threads of the look-up pool, other requests by those of admin requests.
 """
 
 from __future__ import annotations
@@ -17,17 +16,14 @@ from tierstore.service.context import Service
 from tierstore.service.dataplane.inference import AnyRequest, Inference
 from tierstore.service.dataplane.plan import Plan, Request
 from tierstore.service.dataplane.tensors import Elements
-from tierstore.service.exchange import DIRECT_TEXT_BYTES
-from tierstore.service.http.application import REFUSAL, HttpMessage, ProtocolApplication, allow
+from tierstore.service.http.application import REFUSAL, HttpRequest, ProtocolApplication, Route, allow
 from tierstore.service.http.messages import (
     UNPLANNED,
     Headers,
-    Receive,
     Response,
     Scope,
     coded,
     decoded,
-    is_coded,
     json_response,
     to_parse,
 )
@@ -36,7 +32,6 @@ from tierstore.service.limits.worker_pool import Reservation
 from tierstore.service.protocols.tfserving import documents
 from tierstore.service.protocols.tfserving.json_messages import PredictBody, encode_answer, parse_predict, tensors_of
 from tierstore.service.protocols.tfserving.request import request_of, room_for
-from tierstore.service.protocols.tfserving.signature import DEFAULT
 from tierstore.service.reactor.predict_lessons import RestLesson
 
 
@@ -87,13 +82,10 @@ class PredictMessage:
     def nbytes(self) -> int:
         return len(self._body)
 
-    def parse(self, *, here: bool) -> bool:
-        if here and (len(self._body) > DIRECT_TEXT_BYTES or b"content-encoding" in self._headers):
-            return False
+    def parse(self) -> None:
         settings = self._service.settings
         text = decoded(self._body, self._headers, settings.max_request, self._holding)
         self._parsed = parse_predict(to_parse(text, settings.max_inflight, self._holding))
-        return True
 
     @property
     def request(self) -> AnyRequest:
@@ -104,17 +96,6 @@ class PredictMessage:
         tensors = tensors_of(parsed, service.signatures.of(self.model, view))
         self._made, self._elements = request_of(view, parsed.signature, tensors, parsed.picked)
         return self._made
-
-    def is_long(self) -> bool:
-        if is_coded(self._headers):
-            return True
-        # the request depends on the view; but default outputs are those of the dense part if there is one
-        if self._parsed.signature != DEFAULT or self._parsed.picked:
-            return False
-        return self._service.dataplane.scores(self.model)
-
-    def is_short(self, plan: Plan) -> bool:
-        return sum(spec.nbytes for spec in plan.specs) <= DIRECT_TEXT_BYTES
 
     def opened(self, inference: Inference) -> None:
         service, plan, view = self._service, inference.plan, inference.view
@@ -144,32 +125,29 @@ class TfsHttp(ProtocolApplication):
 
     PROTOCOL = "tfs_http"
 
-    def _lookup(self, scope: Scope, headers: Headers, holding: Reservation) -> HttpMessage | None:
+    def route(self, request: HttpRequest) -> Route:
+        scope, service = request.scope, self._service
         path = _path(scope)
         if path["verb"] is None:
-            return None
+            return Route(self._document, service.admin_pool)
         name, version, verb = path["model"], _version(path), path["verb"].lower()
         allow(scope["method"], "POST")
-        self._service.dataplane.model(name)  # an unknown one is refused before its body is read
+        service.dataplane.model(name)  # an unknown one is refused before its body is read
         if verb in ("classify", "regress"):
             raise InvalidInput(f"models here have no {verb} signature: request their outputs with :predict")
         if verb != "predict":
             raise NotFound(f"no such verb: {shown(path['verb'])}; expected predict")
-        teaches = scope.get(UNPLANNED, False)
-        return PredictMessage(self._service, name, version, headers, holding, teaches=teaches)
+        teaches, headers, holding = scope.get(UNPLANNED, False), request.headers, request.holding
+        return self._look_up(request, PredictMessage(service, name, version, headers, holding, teaches=teaches))
 
-    async def _document(self, scope: Scope, headers: Headers, receive: Receive, holding: Reservation) -> Response:
-        path = _path(scope)
+    def _document(self, request: HttpRequest) -> Response:
+        path, service = _path(request.scope), self._service
         name, version = path["model"], _version(path) or None
-        allow(scope["method"], "GET")
-        service = self._service
+        allow(request.scope["method"], "GET")
         service.dataplane.model(name)
         if path["metadata"] is not None:
             return json_response(documents.metadata(service.dataplane, name, version))
-        document = await service.admin_pool.run(
-            documents.status_document, service.store, service.dataplane, name, version
-        )
-        return json_response(document)
+        return json_response(documents.status_document(service.store, service.dataplane, name, version))
 
     def _error(self, error: BaseException) -> Response:
         response = super()._error(error)

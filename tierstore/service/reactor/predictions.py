@@ -232,8 +232,7 @@ class Predictions:
         request = Request(specs, like.outputs, like.combiner)
         view = self._views[job.words["of_view"]]  # the job keeps it
         with self._service.dataplane.on(job.scoring.model, view, request) as inference:
-            inference.begin([array.reshape(-1) for array in job.feed.values()], job.targets)
-            inference.finish()
+            inference.run([array.reshape(-1) for array in job.feed.values()], job.targets)
         return inference.lookup_ns
 
     def _run_joined(self, jobs: list[_Job]) -> bool:

@@ -1,7 +1,7 @@
 """gRPC calls, each on an HTTP/2 stream that the reactors give to Python.
 
-A look-up goes as over HTTP: it is answered on the event loop, or waits for a thread of the look-up pool, or joins a
-batch. Other methods run on the pools of the admin interface; those that never wait run on the event loop. A stream of
+A look-up goes as over HTTP: it waits for a thread of the look-up pool. Other methods run on the pools of the admin
+interface; those that never wait run on the event loop. A stream of
 messages is an object of the event loop, which handles one message at a time and lets the client send more as it goes
 on; it needs no thread.
 

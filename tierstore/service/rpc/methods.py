@@ -107,24 +107,22 @@ def look_up(
     done: LookedUp,
     failed: BaseException | None = None,
 ) -> None:
-    """Answer a look-up at once, or have a thread do so. `failed`: as for `Exchange.begin`."""
+    """Have a thread answer a look-up. `failed`: as for `Exchange.admit`."""
     holding = Reservation(service.inflight)
     exchange: Exchange[bytes] | None = None
 
     def ended(answer: bytes | None, error: BaseException | None) -> None:
+        if error is not None and exchange is not None:  # also of one that was not run
+            exchange.fail(error)
         done(answer, error, None if exchange is None else exchange.spent, holding)
 
     try:
         holding.reserve(len(message))
         exchange = Exchange(service, receive(message, caller, holding), caller.waiting, caller.request_id)
-        answer = exchange.begin(failed=failed)
-        if answer is None:
-            exchange.hand_over(ended)
-            return
+        exchange.admit(failed)
+        service.lookup_pool.start(ended, exchange.answer, caller=caller.waiting)
     except Exception as error:  # noqa: BLE001 - the last place where an error can still be answered
         ended(None, error)
-        return
-    ended(answer, None)
 
 
 class Accounts:

@@ -20,7 +20,6 @@ from tierstore.service.dataplane.inference import AnyRequest, DataPlane, Inferen
 from tierstore.service.dataplane.plan import Plan
 from tierstore.service.dataplane.tensors import Elements
 from tierstore.service.error_status import Unserved, message_of
-from tierstore.service.exchange import DIRECT_BYTES, DIRECT_TEXT_BYTES
 from tierstore.service.limits.worker_pool import Reservation
 from tierstore.service.protocols.oip import documents
 from tierstore.service.protocols.oip.shared_memory import CudaRegions, Regions
@@ -85,23 +84,12 @@ class InferMessage:
     def request(self) -> AnyRequest:
         return self._parsed.request
 
-    def parse(self, *, here: bool) -> bool:
-        if here and len(self._message) > DIRECT_BYTES:
-            return False
+    def parse(self) -> None:
         parts = split_message(self._message)
-        if here and len(parts.meta) > DIRECT_TEXT_BYTES:
-            return False
         self._raw, self._id = parts.raw, parts.id
         self._holding.reserve(parsed_bytes(parts.meta, _PARSED_TIMES))
         self._parsed = parse_request(parts.meta, raw=bool(parts.raw))
         self.model, self.version = self._parsed.model, self._parsed.version
-        return True
-
-    def is_long(self) -> bool:
-        return False
-
-    def is_short(self, plan: Plan) -> bool:
-        return True
 
     def opened(self, inference: Inference) -> None:
         service, plan, view = self._service, inference.plan, inference.view

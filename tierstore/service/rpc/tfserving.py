@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -18,7 +17,7 @@ from tierstore.errors import InvalidInput, shown
 from tierstore.service.context import Service
 from tierstore.service.dataplane.datatypes import DATATYPES
 from tierstore.service.dataplane.inference import AnyRequest, Inference
-from tierstore.service.dataplane.plan import DIRECT_KEYS, Plan, Request
+from tierstore.service.dataplane.plan import Plan, Request
 from tierstore.service.dataplane.tensors import Elements, TensorSpec
 from tierstore.service.dataplane.view import inputs_of
 from tierstore.service.error_status import Unserved
@@ -36,7 +35,6 @@ from tierstore.service.rpc.tensor_proto import answer_of, ending, tensor_of
 PredictRequest = message_class("tensorflow.serving.PredictRequest")
 _PARSED_TIMES = 80  # memory for a byte of a request without its tensors' content: empty inputs are the worst
 _CONTENT = (2, 2, 4)  # inputs, value, tensor_content
-DIRECT_PREDICT_BYTES = 16 << 10  # of a message that is parsed on the receiving thread: its elements may come one by one
 
 
 class PredictMessage:
@@ -72,13 +70,10 @@ class PredictMessage:
     def nbytes(self) -> int:
         return len(self._message)
 
-    def parse(self, *, here: bool) -> bool:
-        if here and len(self._message) > DIRECT_PREDICT_BYTES:
-            return False
+    def parse(self) -> None:
         self._holding.reserve(parsed_bytes(self._message, _PARSED_TIMES, _CONTENT))
         self._received = parse_message(PredictRequest, self._message)
         self.model, self.version = model_of(self._received.model_spec)
-        return True
 
     @property
     def request(self) -> AnyRequest:
@@ -112,17 +107,6 @@ class PredictMessage:
                 spec, elements = TensorSpec(spec.name, "INT64", spec.shape), elements.astype(np.int64)
             widened.append((spec, elements))
         return widened
-
-    def is_long(self) -> bool:
-        """Whether it may be long: one value may be repeated very often, or it needs the dense part."""
-        shapes = [[dim.size for dim in tensor.tensor_shape.dim] for tensor in self._received.inputs.values()]
-        if any(math.prod(shape) > DIRECT_KEYS for shape in shapes):
-            return True
-        assert self.model is not None
-        return self._service.dataplane.scores(self.model)
-
-    def is_short(self, plan: Plan) -> bool:
-        return True
 
     def opened(self, inference: Inference) -> None:
         service, plan, view = self._service, inference.plan, inference.view

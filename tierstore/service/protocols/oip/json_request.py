@@ -10,8 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import orjson
 
 from tierstore.errors import InvalidInput, shown
@@ -152,28 +150,11 @@ def _inputs(request: dict[str, Any], tail_bytes: int | None) -> tuple[list[Tenso
     return inputs, sources
 
 
-def joined_codes(parsed: InferRequest, tail: memoryview, first: int, last: int) -> npt.NDArray[np.int64] | None:
-    """The integers of the inputs from `first` to `last`, of 64 bits, as one array; None if one is not in the body."""
-    sources = parsed.sources[first : last + 1]
-    if any(type(source) is not InBody for source in sources):
-        return None
-    codes = np.frombuffer(tail[sources[0].begin : sources[-1].end], np.int64)  # type: ignore[union-attr]
-    return codes if codes.flags.aligned else codes.copy()
-
-
-def read_elements(
-    parsed: InferRequest, tail: memoryview | None, regions: Regions, joined: tuple[int, int] | None = None
-) -> list[Elements]:
-    """The elements of the inputs. Elements in shared memory are copied, so that no client can change them later.
-
-    None in place of those from the first to the last that is `joined`.
-    """
+def read_elements(parsed: InferRequest, tail: memoryview | None, regions: Regions) -> list[Elements]:
+    """The elements of the inputs. Elements in shared memory are copied, so that no client can change them later."""
     assert isinstance(parsed.request, Request)
     elements: list[Elements] = []
-    for position, (spec, source) in enumerate(zip(parsed.request.inputs, parsed.sources, strict=True)):
-        if joined is not None and joined[0] <= position <= joined[1]:
-            elements.append(None)
-            continue
+    for spec, source in zip(parsed.request.inputs, parsed.sources, strict=True):
         if isinstance(source, InJson):
             elements.append(source.elements)
             continue

@@ -33,7 +33,6 @@ class ResponseLayout:
         "begin",
         "header",
         "in_json",
-        "json_bytes",
         "late",
         "positions",
         "spans",
@@ -47,7 +46,6 @@ class ResponseLayout:
         self.positions: list[int | None] = []  # of the outputs in the buffer; None: elsewhere
         self.in_json: list[int] = []
         self.spans: list[tuple[int, Span]] = []
-        self.json_bytes = 0  # of elements that go into the JSON
         at = 0
         binary_any = False
         outputs: list[dict[str, Any]] = []
@@ -65,7 +63,6 @@ class ResponseLayout:
                 at += spec.nbytes
             else:
                 self.in_json.append(i)
-                self.json_bytes += spec.nbytes
             self.positions.append(position)
             outputs.append(output)
         self.tail_bytes = at if binary_any else None

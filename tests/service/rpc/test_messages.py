@@ -1,11 +1,10 @@
-"""Look-ups over gRPC by the look-up threads: which wait for one, what answers hold until they have left, calls without a message."""
+"""Calls of look-ups over gRPC: those that wait, those without a message, what answers hold until they have left."""
 
 from __future__ import annotations
 
 import socket
 import struct
 import threading
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +15,6 @@ from tritonclient.grpc import service_pb2  # noqa: E402
 
 from tests.service.conftest import eventually  # noqa: E402
 from tests.service.fake_store import VERSION, FakeStore  # noqa: E402
-from tests.service.scenes import items  # noqa: E402
 from tierstore.service.server import ServerThread  # noqa: E402
 
 INFER = "/inference.GRPCInferenceService/ModelInfer"
@@ -40,42 +38,7 @@ def test_a_call_with_another_number_of_messages(fake: tuple[FakeStore, ServerThr
         assert call.code() == (grpc.StatusCode.OK if count else grpc.StatusCode.UNIMPLEMENTED)
 
 
-# --- who answers
-
-
-class Handed:
-    """The calls that were handed to the look-up threads."""
-
-    def __init__(self, server: ServerThread, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.calls: list[Any] = []
-        self._handed = server.service.lookup_pool.start
-        monkeypatch.setattr(server.service.lookup_pool, "start", self._start)
-
-    def _start(self, *call: Any, **more: Any) -> None:
-        self.calls.append(call)
-        self._handed(*call, **more)
-
-
-def test_threads_are_for_what_waits_and_what_is_long(
-    fake: tuple[FakeStore, ServerThread], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store, server = fake
-    handed = Handed(server, monkeypatch)
-    with grpc.insecure_channel(server.grpc_target) as channel:
-        call = channel.unary_unary(INFER)
-        for _ in range(3):
-            call(keys_request(8), timeout=60)
-        assert not handed.calls
-        call(keys_request(9000), timeout=60)
-        assert len(handed.calls) == 1
-        gate = store.model("ctr").gate
-        gate.clear()
-        waiting = call.future(keys_request(8), timeout=60)
-        eventually(lambda: len(handed.calls) == 2, "a call that waits")
-        gate.set()
-        answer = service_pb2.ModelInferResponse.FromString(waiting.result())
-        rows = np.frombuffer(answer.raw_output_contents[0], np.float32).reshape(-1, 4)
-        np.testing.assert_array_equal(rows, items(np.arange(8)))
+# --- what waits
 
 
 def test_a_call_that_waits_is_finished_when_the_server_ends(fake: tuple[FakeStore, ServerThread]) -> None:

@@ -1,4 +1,4 @@
-"""Small look-ups are answered on the event loop, and requests of a known shape are planned once: seen from outside, nothing changes."""
+"""Look-ups that Python answers: what they count and hold, and that a request means what its version says."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ from typing import Any
 
 import httpx
 import numpy as np
-import pytest
 
 import tierstore
 from tests.service.conftest import eventually, load
 from tests.service.fake_store import FakeStore
 from tests.service.scenes import rows, write_snapshot
 from tierstore.engine.store import Store
-from tierstore.service.dataplane import plan as plan_module
 from tierstore.service.server import ServerThread
 
 Own = tuple[Store, ServerThread, httpx.Client]
@@ -54,18 +52,6 @@ def vectors(response: httpx.Response) -> list[np.ndarray]:
     return arrays
 
 
-@pytest.fixture
-def pooled(own: Own) -> list[object]:
-    """The calls that have been handed to the look-up pool. Reactors learn nothing, and so leave all look-ups to Python."""
-    calls: list[object] = []
-    service = own[1].service
-    service.plans, pool = None, service.lookup_pool
-    run, start = pool.run, pool.start
-    pool.run = lambda *call, **more: (calls.append(call), run(*call, **more))[1]  # type: ignore[method-assign,assignment]
-    pool.start = lambda *call, **more: (calls.append(call), start(*call, **more))[1]  # type: ignore[method-assign,assignment]
-    return calls
-
-
 def answered(http: httpx.Client, table: str = "item") -> dict[str, int]:
     return dict(http.get("/admin/models/ctr").json()["tables"][table]["lookup_keys"])
 
@@ -76,46 +62,18 @@ def readers(store: Store) -> int:
     return view.readers
 
 
-def test_the_pool_is_for_what_is_not_in_memory_or_not_small(own: Own, pooled: list[object], tmp_path: Path) -> None:
-    _, _, http = own
-    load(http, write_snapshot(tmp_path, 1))
-    keys = np.array([1, 100], np.int64)
-    for _ in range(10):  # a row comes into memory when it is asked for, or asked for again
-        (got,) = vectors(infer(http, {"item_id": keys}))
-        np.testing.assert_array_equal(got, rows("item", [1.0, -1.0]))
-    assert pooled, "at first its rows were on disk"
-    pooled.clear()
-    for _ in range(5):
-        vectors(infer(http, {"item_id": keys}))
-    assert not pooled
-    vectors(infer(http, {"item_id": np.ones(plan_module.DIRECT_KEYS + 1, np.int64)}))
-    assert len(pooled) == 1
-    document = {"inputs": [{"name": "item_id", "datatype": "INT64", "shape": [2], "data": [1, 100]}]}
-    assert http.post("/v2/models/ctr/infer", json=document).status_code == 200
-    assert len(pooled) == 1, "small JSON may be answered at once too"
-    document["inputs"][0] |= {"shape": [4000], "data": [1] * 4000}
-    assert http.post("/v2/models/ctr/infer", json=document).status_code == 200
-    assert len(pooled) == 2
-    http.post("/v2/models/ctr/infer", json=ONE_ITEM, headers={"Accept-Encoding": "gzip, identity;q=0"})
-    assert len(pooled) == 3, "compressing takes long"
-
-
 ONE_ITEM = {"inputs": [{"name": "item_id", "datatype": "INT64", "shape": [1], "data": [1]}]}
 
 
-def test_keys_are_counted_once_wherever_their_request_was_finished(
-    own: Own, pooled: list[object], tmp_path: Path
-) -> None:
-    store, _, http = own
+def test_keys_are_counted_once_in_the_tier_that_has_answered(own: Own, tmp_path: Path) -> None:
+    store, server, http = own
+    server.service.plans = None  # reactors learn nothing, and so leave all look-ups to Python
     load(http, write_snapshot(tmp_path, 1))
     resident, cold = np.array([1, 2, 3], np.int64), np.array([50, 51], np.int64)
     for _ in range(10):
         vectors(infer(http, {"item_id": resident}))
     before = answered(http)
-    pooled.clear()
-    # `item_id` is answered on the loop, `clicked` is left for the disk
     got = vectors(infer(http, {"item_id": resident, "clicked": cold}))
-    assert len(pooled) == 1
     np.testing.assert_array_equal(got[0], rows("item", [1.0, 2.0, 3.0]))
     np.testing.assert_array_equal(got[1], rows("item", [50.0, 51.0]))
     after = answered(http)
