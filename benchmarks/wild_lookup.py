@@ -71,7 +71,7 @@ class Plan:
 
 
 PLANS = {
-    "tiny": Plan(20_000, 1, 40),
+    "tiny": Plan(20_000, 1, 40, (8,)),
     "quick": Plan(300_000, 5, 150),
     "default": Plan(1_000_000, 7, 400),
     "full": Plan(1_000_000, 21, 800),

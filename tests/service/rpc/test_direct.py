@@ -18,6 +18,7 @@ grpc = pytest.importorskip("grpc", reason="grpcio is not installed")
 pytest.importorskip("tritonclient.grpc", reason="tritonclient[grpc] is not installed")
 from tritonclient.grpc import service_pb2  # noqa: E402
 
+from tests.counts import few_or_many  # noqa: E402
 from tests.engine.quick_build import in_process  # noqa: E402
 from tests.service.conftest import eventually, settings_for  # noqa: E402
 from tests.service.fake_store import VERSION, FakeStore  # noqa: E402
@@ -31,7 +32,7 @@ from tierstore.service.server import ServerThread  # noqa: E402
 
 INFER = "/inference.GRPCInferenceService/ModelInfer"
 PREDICT = "/tensorflow.serving.PredictionService/Predict"
-MUTATIONS = 2000
+MUTATIONS = few_or_many(400, 2000)
 Code = grpc.StatusCode
 PredictRequest = message_class("tensorflow.serving.PredictRequest")
 ANSWERS = {INFER: service_pb2.ModelInferResponse, PREDICT: message_class("tensorflow.serving.PredictResponse")}
