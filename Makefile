@@ -5,6 +5,8 @@
 #   make docs-test  the programs and commands of README and docs, and the examples (a part of `make test-all`)
 #   make image-test  the container image: built on a base made by debootstrap, run by buildah without root, loaded, looked up, stopped (a part of `make test-all`)
 #   make check   what must be green: format, lint, types, tests
+#   make kernels  the compiled kernels of the package and of tests, which the tests compile first where they are not there
+#   make test-files  the files of tests compiled, which each process of tests does at first
 #   make site    the documentation as a site in site/, with search, for a browser without a network
 #   make fuzz    spoiled inputs for every parser and both protocols; FUZZ="--count 100000 --only http" chooses
 #   make bench   measure this machine; a few minutes. `make bench BENCH=--full` takes tens of minutes
@@ -59,21 +61,23 @@ SOURCES := tierstore tests $(wildcard benchmarks tools examples)
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test thorough test-all check format-check lint types docs-test image-test site site-tools fuzz bench bench-tfra bench-triton gpu-test bench-gpu gpu-bundle client-venvs test-engine test-kvrocks test-valkey trainers engines older-trainers dist lock sbom format hooks clean
+.PHONY: help venv demo test thorough test-all check format-check lint types docs-test image-test kernels test-files site site-tools fuzz bench bench-tfra bench-triton gpu-test bench-gpu gpu-bundle client-venvs test-engine test-kvrocks test-valkey trainers engines older-trainers dist lock sbom format hooks clean
 
 help:
 	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
 
 venv: $(STAMP)
 
-# $(1): extras; $(2): options of pip. Kernels are most of what a first run takes, and numba is all that they need: they are compiled
-# beside the rest of the installation, and what comes then goes on with them. The stamp is written last, so an install that was cut off
-# is done again.
+# Compiled files of Python are made as modules are imported: a tenth of those that there are.
+PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
+
+# $(1): extras. Kernels are most of what a first run takes, and numba is all that they need: they are compiled beside the rest of the
+# installation, and what comes then goes on with them. The stamp is written last, so an install that was cut off is done again.
 define INSTALL
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(2) numba
+	$(PIP_INSTALL) numba
 	$(BIN)/python -c 'from tierstore.kernels import ahead; ahead.start().done.wait()' 2>/dev/null & kernels=$$!; \
-	  $(BIN)/python -m pip install --quiet --disable-pip-version-check $(2) -e '.[$(1)]'; \
+	  $(PIP_INSTALL) -e '.[$(1)]'; \
 	  installed=$$?; kill $$kernels 2>/dev/null; exit $$installed
 	@touch $@
 endef
@@ -81,9 +85,8 @@ endef
 $(STAMP): pyproject.toml
 	$(call INSTALL,dev)
 
-# Compiled files of Python are made as modules are imported: a tenth of those that there are.
 $(VENV)/.installed-demo: pyproject.toml
-	$(call INSTALL,dense,--no-compile)
+	$(call INSTALL,dense)
 
 demo: $(DEMO)
 	$(BIN)/python -m tierstore demo
@@ -117,6 +120,13 @@ types: $(STAMP)
 docs-test: $(STAMP)
 	$(BIN)/python -m pytest tests/test_docs.py tests/test_docs_commands.py tests/test_examples.py
 
+kernels: $(STAMP)
+	$(BIN)/python -m tests.compiled
+
+# Files of tests and what they import, compiled once: else each of the processes that run tests does so, all of them at the same time.
+test-files: $(STAMP)
+	$(BIN)/python -m pytest --collect-only >/dev/null
+
 image-test: $(STAMP)
 	$(BIN)/python -m pytest -rs tests/deploy/test_image.py
 
@@ -124,7 +134,7 @@ site: site-tools
 	$(BIN)/python -m tools.site site
 
 site-tools: $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[site]'
+	$(PIP_INSTALL) -e '.[site]'
 
 fuzz: $(STAMP)
 	$(BIN)/python -m tools.fuzz $(FUZZ)
@@ -278,10 +288,10 @@ test-valkey: $(STAMP)
 # What tests of tierstore.torch, of what trees export and of files that `import` reads need beside the rest: without it they skip. TorchRec asks for FBGEMM with CUDA,
 # CatBoost for what draws.
 trainers: $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	$(PIP_INSTALL) \
 	  'torch==2.13.0' onnxscript lightgbm xgboost onnxmltools 'keras==3.15.1' 'fbgemm-gpu-cpu==1.8.0' tensordict 'torchmetrics==1.0.3' tqdm pyre-extensions \
 	  'deltalake==1.6.6' 'pyiceberg[sql-sqlite]==0.12.0'
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps 'torchrec==1.8.0' 'catboost==1.2.10'
+	$(PIP_INSTALL) --no-deps 'torchrec==1.8.0' 'catboost==1.2.10'
 
 # Beside .venv, which has what they need of other packages; without it their tests skip.
 engines: $(CLIENTS)/engines/.installed

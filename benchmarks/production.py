@@ -163,6 +163,7 @@ def measure(
     *,
     compiled: bool,
     new_share: float = 0.0,
+    traces: Sequence[str] = TRACES,
 ) -> list[dict[str, Any]]:
     """`compare` by each trace, of a model whose features (`write_more`) are all of one table, with these `vectors`.
 
@@ -171,7 +172,7 @@ def measure(
     """
     results, numbers = [], np.arange(rows)
     first = vectors(numbers, np.zeros(rows, np.int64))
-    for name in TRACES:
+    for name in traces:
         trace, current, snapshot = Trace(name, rows), Current(), root / "snapshot"
         with tierstore.SnapshotWriter(snapshot, model=model, version=1) as writer:
             writer.table(TABLE, dim=first.shape[1]).write(keys_of(numbers), first)

@@ -114,9 +114,9 @@ class PlainProcess:
         if self._process.stdout.read(1) != b".":
             raise RuntimeError("the plain program ended")
 
-    def settle(self) -> None:
+    def settle(self, pause_s: float) -> None:
         self.apply(b"")
-        time.sleep(_PAUSE_S)
+        time.sleep(pause_s)
 
     def cpu_s(self) -> float:
         return cpu_s(self._process.pid)
@@ -125,12 +125,12 @@ class PlainProcess:
         self._process.communicate()
 
 
-def folded(store: tierstore.Store) -> None:
+def folded(store: tierstore.Store, pause_s: float) -> None:
     until_s = time.monotonic() + _DUE_S
     while store.model(MODEL).publisher.current.overlays:
         if time.monotonic() > until_s:
             raise TimeoutError("deltas were not folded")
-        time.sleep(_PAUSE_S)
+        time.sleep(pause_s)
 
 
 Contender = tuple[
@@ -138,8 +138,10 @@ Contender = tuple[
 ]  # apply, wait until all is done, a clock
 
 
-def in_turns(contenders: dict[str, Contender], made: Callable[[int], bytes], rounds: int) -> Iterator[dict[str, Any]]:
-    for rows, count in DELTAS.items():
+def in_turns(
+    contenders: dict[str, Contender], made: Callable[[int], bytes], deltas: dict[int, int], rounds: int
+) -> Iterator[dict[str, Any]]:
+    for rows, count in deltas.items():
         used: dict[str, list[float]] = {name: [] for name in contenders}
         for turn in range(rounds + 1):  # one to warm up
             ready = [made(rows) for _ in range(count)]
@@ -162,6 +164,8 @@ def main() -> None:
         Plain(options.plain).serve()
         return
     table_rows, rounds = (20_000, 1) if options.tiny else (400_000, 9 if options.full else 3)
+    pause_s = 0.05 if options.tiny else _PAUSE_S
+    deltas = {rows: count // 20 for rows, count in DELTAS.items()} if options.tiny else DELTAS
     with tempfile.TemporaryDirectory(prefix="tierstore-bench-") as folder:
         where = Path(folder)
         source = write_snapshot(where / "snapshot", table_rows)
@@ -175,15 +179,15 @@ def main() -> None:
             store.load_snapshot(source)
             service = Service(served.pid, served.port)
             contenders: dict[str, Contender] = {
-                PLAIN: (plain.apply, plain.settle, plain.cpu_s),
-                "in process": (store.apply_delta, lambda: folded(store), time.process_time),
+                PLAIN: (plain.apply, lambda: plain.settle(pause_s), plain.cpu_s),
+                "in process": (store.apply_delta, lambda: folded(store, pause_s), time.process_time),
                 "HTTP": (
                     lambda data: service.post(f"/admin/models/{MODEL}/deltas", data),
-                    lambda: service.wait_until_folded(pause_s=_PAUSE_S),
+                    lambda: service.wait_until_folded(pause_s=pause_s),
                     lambda: cpu_s(served.pid),
                 ),
             }
-            results = list(in_turns(contenders, Deltas(table_rows).next, rounds))
+            results = list(in_turns(contenders, Deltas(table_rows).next, deltas, rounds))
         plain.close()
     document: dict[str, Any] = {"benchmark": "small_deltas", "machine": describe(), "results": results}
     document["headlines"] = [

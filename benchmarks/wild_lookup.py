@@ -71,7 +71,7 @@ class Plan:
 
 
 PLANS = {
-    "tiny": Plan(20_000, 1, 40),
+    "tiny": Plan(20_000, 1, 40, (8,)),
     "quick": Plan(300_000, 5, 150),
     "default": Plan(1_000_000, 7, 400),
     "full": Plan(1_000_000, 21, 800),
@@ -309,7 +309,8 @@ def production_part(where: Path, plan: Plan, *, compiled: bool) -> list[dict[str
         return wild(keys, rng, plan.requests, vectors)
 
     return production.measure(
-        where, plan.rows, MODEL, write_features, changed_vectors, draw, plan.rounds, compiled=compiled, new_share=NEW_SHARE
+        where, plan.rows, MODEL, write_features, changed_vectors, draw, plan.rounds, compiled=compiled, new_share=NEW_SHARE,
+        traces=production.TRACES if compiled else production.TRACES[:1],
     )  # fmt: skip
 
 

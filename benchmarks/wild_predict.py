@@ -214,7 +214,9 @@ def production_part(root: Path, rows: int, rounds: int, count: int, *, compiled:
         return [request(Request, NETWORK, {name: keys(n) for name in features}, scores) for n in sizes]
 
     vectors = functools.partial(small_vectors, dim=networks.DIM)
-    return production.measure(root, rows, NETWORK, write_more, vectors, draw, rounds, compiled=compiled)
+    # `wild_lookup`, tiny, has the other one
+    traces = production.TRACES if compiled else production.TRACES[1:]
+    return production.measure(root, rows, NETWORK, write_more, vectors, draw, rounds, compiled=compiled, traces=traces)
 
 
 def resident_parts(

@@ -89,7 +89,8 @@ def ask_in_json(peer: Peer, batches: list[np.ndarray], window_s: float, *, binar
 
 
 def measure(
-    analyzer: Analyzer, peers: list[Peer], rows: int, sizes: list[int], rounds: int, window_s: float, folder: Path, protocols: list[str]
+    analyzer: Analyzer, peers: list[Peer], rows: int, sizes: list[int], rounds: int, window_s: float, folder: Path,
+    protocols: list[str], connections: tuple[int, ...] = AT_ONCE,
 ) -> list[dict[str, Any]]:  # fmt: skip
     rng = np.random.default_rng(1)
     made = []
@@ -103,7 +104,7 @@ def measure(
             files[peer.name] = write_data(folder / f"{peer.name}.json", asked)
             check(peer, asked[0], drawn[0])
             sent[peer.name] = asked
-        for protocol, at_once in itertools.product(protocols, AT_ONCE):
+        for protocol, at_once in itertools.product(protocols, connections):
             if protocol in IN_JSON and at_once > 1:
                 continue
             turns: dict[str, list[Turn]] = {peer.name: [] for peer in peers}
@@ -176,7 +177,8 @@ def main() -> None:
                 peers.append(stack.enter_context(triton(packages, vectors_of(keys_of(np.arange(rows))), folder)))
             except Unavailable as reason:
                 skipped.append(str(reason))
-            results = measure(analyzer, peers, rows, options.keys, rounds, window_s, folder, options.protocol)
+            few = (SIZES[:1], AT_ONCE[:1]) if options.tiny else (options.keys, AT_ONCE)
+            results = measure(analyzer, peers, rows, few[0], rounds, window_s, folder, options.protocol, few[1])
         document |= {"headlines": headlines(results), "results": results}
     except Unavailable as reason:
         skipped.append(str(reason))

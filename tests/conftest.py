@@ -7,19 +7,18 @@ from __future__ import annotations
 
 import functools
 import gc
-import importlib
 import importlib.util
-import multiprocessing
-import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
+from tests.compiled.__main__ import compile_kernels
 from tests.counts import few_or_many
 from tierstore.ingest import plan
-from tierstore.kernels import ahead
 
 settings.register_profile(
     "patient", settings(), deadline=None, max_examples=few_or_many(30, 100)
@@ -28,26 +27,26 @@ settings.load_profile("patient")
 
 HERE = Path(__file__).parent
 STRUCTURE = HERE / "structure"  # reads sources, and runs none of them
+LEAST_FREE = 5 << 30  # bytes: a store on a fuller disk refuses what tests do
 # Files that take longest, the longest first. With several processes the run is as long as the one that ends last.
 LONG = (
-    "deploy/test_image", "ingest/test_resume", "engine/test_faults", "service/sources/test_kafka_real", "test_benchmarks",
-    "service/sources/test_locations_in_storage", "tiers/test_disk", "test_docs_commands", "engine/lifecycle/test_unfinished",
-    "ingest/test_bulkload", "engine/lifecycle/test_corrupt", "upgrade/test_upgrade", "engine/lifecycle/test_switch", "engine/test_crash",
-    "service/sources/test_peer_processes", "engine/test_model_based", "test_site", "engine/test_partitions", "engine/lifecycle/test_full_disk",
-    "client/test_rollout", "engine/serving/test_canary", "cli/test_commands", "engine/operations/test_object_loads",
-    "engine/operations/test_object_writes", "engine/operations/test_object_outages", "service/reactor/test_differential", "demo/test_story",
-    "service/test_first_start", "interop/test_look_ups", "service/http/test_slow_clients", "service/sources/test_kafka",
-    "engine/placements/cluster/test_cluster", "tiers/test_remote", "tiers/test_device_lookup", "tiers/test_device",
-    "engine/data/test_device_tier", "service/http/test_http2_hostile", "deploy/test_alerts", "service/upstream/test_front",
-    "engine/operations/test_backup", "cli/test_fleet", "cli/test_processes", "service/rpc/test_silent", "service/sources/test_kafka_rows",
-    "tiers/test_remote_faults", "service/sources/test_locations", "service/limits/test_room", "test_examples", "test_fuzz",
-    "ingest/test_partitioned", "service/sources/test_peers", "service/sources/test_peer_copies", "interop/test_feast", "interop/test_kserve",
-    "interop/test_grpc_programs", "interop/test_clients", "service/reactor/test_predictions", "kernels/test_cache_places", "triton/test_server",
+    "deploy/test_image", "test_benchmarks", "ingest/test_resume", "test_docs_commands", "test_examples", "engine/test_faults",
+    "service/sources/test_kafka_real", "engine/operations/test_object_outages", "test_site", "engine/operations/test_object_loads",
+    "engine/placements/cluster/test_failover", "engine/serving/test_undo", "interop/test_grpc_programs", "ingest/test_bulkload",
+    "engine/test_partitions", "engine/serving/test_canary_faults", "engine/operations/test_backup", "torch/test_own_tables", "interop/test_feast",
+    "engine/placements/cluster/test_cuts", "engine/data/test_device_tier", "tiers/test_device_lookup", "engine/test_torn",
+    "service/sources/test_peers", "triton/test_server", "kernels/test_cache_places", "client/test_rollout",
+    "service/sources/test_kafka", "service/reactor/test_predictions", "engine/placements/cluster/test_cluster", "interop/test_look_ups",
+    "tiers/test_disk", "service/test_first_start", "service/upstream/test_front", "torch/test_golden", "cli/test_commands",
+    "tiers/test_remote_answers", "service/sources/test_peer_processes", "test_docs", "service/test_listener_bounds",
+    "engine/placements/cluster/test_load_parts", "engine/lifecycle/test_unfinished", "service/http/test_slow_clients",
+    "predict/test_golden_trainers", "engine/serving/test_canary", "service/sources/test_locations_in_storage",
+    "ingest/test_partitioned", "torch/test_export", "engine/lifecycle/test_switch", "engine/lifecycle/test_start",
+    "engine/operations/test_export", "engine/operations/test_golden", "test_fuzz", "service/admin/test_page",
+    "service/sources/test_kafka_made_anew", "demo/test_story", "engine/lifecycle/test_ttl_faults", "service/reactor/test_reactor",
+    "engine/lifecycle/test_copied_moments", "engine/placements/cluster/test_rollback_to", "engine/deltas/test_dense_accepted",
+    "engine/operations/test_object_writes", "service/reactor/test_tensorflow_serving", "engine/test_outage",
 )  # fmt: skip
-
-
-def _compile(kernels: Path) -> None:
-    importlib.import_module(f"tests.compiled.{kernels.stem}")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -55,12 +54,14 @@ def pytest_configure(config: pytest.Config) -> None:
     only_read = config.option.collectonly or all(
         Path(each.split("::")[0]).resolve() == STRUCTURE for each in config.args
     )
-    if not hasattr(config, "workerinput") and not only_read:  # of pytest-xdist: one of its processes
-        ahead.compile_all(len(os.sched_getaffinity(0)))
-        if config.getoption("numprocesses", None):  # each of them would compile those of tests too, for half a minute
-            files = sorted((HERE / "compiled").glob("[!_]*.py"), key=lambda file: -file.stat().st_size)
-            with multiprocessing.get_context("fork").Pool(len(os.sched_getaffinity(0))) as pool:
-                pool.map(_compile, files, chunksize=1)
+    if hasattr(config, "workerinput") or only_read:  # of pytest-xdist: one of its processes
+        return
+    where = Path(tempfile.gettempdir())
+    if (free := shutil.disk_usage(where).free) < LEAST_FREE:
+        pytest.exit(
+            f"{where} has {free >> 20:,} MiB free, and tests take {LEAST_FREE >> 20:,}: free some, or set TMPDIR", 2
+        )
+    compile_kernels(of_tests=bool(config.getoption("numprocesses", None)))  # else a test compiles those that it calls
 
 
 def pytest_collectstart() -> None:

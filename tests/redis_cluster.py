@@ -38,6 +38,7 @@ SERVER = os.environ.pop("TIERSTORE_TEST_REDIS", None) or shutil.which("redis-ser
 SLOTS = 16384
 WAIT_S = 60.0
 NODE_TIMEOUT_MS = 2000
+PORTS_TRIED = 5
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 
 
@@ -51,6 +52,10 @@ def engine(program: str | None = SERVER) -> str:
 def needs_engine(*names: str, reason: str) -> pytest.MarkDecorator:
     """Marks a test of what only these engines have."""
     return pytest.mark.skipif(SERVER is not None and engine() not in names, reason=reason)
+
+
+class ServerEnded(RuntimeError):
+    """A server that ended while it was started, most often as another process has one of its ports."""
 
 
 def end_with_parent() -> None:
@@ -98,6 +103,7 @@ class Server:
     program: str | None = SERVER
     process: subprocess.Popen[bytes] | None = None
     node_id: str = ""
+    _has_port: bool = field(default=False, repr=False)  # others have been told of it
     _client: Any = field(default=None, repr=False)
 
     @property
@@ -107,18 +113,15 @@ class Server:
     @property
     def client(self) -> Any:
         """redis-py's client of this server alone."""
+        if self._client is None:
+            self._client = self._new_client(socket_timeout=10)
+        return self._client
+
+    def _new_client(self, **options: Any) -> Any:
         import redis
 
-        if self._client is None:
-            self._client = redis.Redis(
-                host="127.0.0.1",
-                port=self.port,
-                password=self.password,
-                protocol=2,
-                socket_timeout=10,
-                **self._tls_options(),
-            )
-        return self._client
+        where = {"host": "127.0.0.1", "port": self.port, "password": self.password, "protocol": 2}
+        return redis.Redis(**where, **self._tls_options(), **options)
 
     def _tls_options(self) -> dict[str, Any]:
         return {"ssl": True, "ssl_ca_certs": str(self.authority)} if self.tls else {}
@@ -150,14 +153,40 @@ class Server:
         return command
 
     def start(self) -> None:
-        self.process = subprocess.Popen(
+        """Start it; for the first time on other ports, where another process has taken one of its own meanwhile."""
+        for _ in range(0 if self._has_port else PORTS_TRIED - 1):
+            with suppress(ServerEnded):
+                return self._start()
+            self.port, self.bus_port = free_ports(2)
+        return self._start()
+
+    def _start(self) -> None:
+        from redis.backoff import NoBackoff
+        from redis.retry import Retry
+
+        process = self.process = subprocess.Popen(
             self._command(),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             preexec_fn=end_with_parent,
         )
-        wait_for(lambda: self.client.ping(), f"the server on {self.address}; its log is in {self.directory}")
+
+        def answers() -> bool:
+            """Whether it answers itself: somebody else may have its port, who says nothing, or is another server."""
+            if process.poll() is not None:
+                self.process = None
+                raise ServerEnded(f"the server on {self.address} ended with {process.returncode}: {self._said()}")
+            with self._new_client(socket_timeout=2, retry=Retry(NoBackoff(), 0)) as client:
+                return int(client.info("server")["process_id"]) == process.pid
+
+        wait_for(answers, f"the server on {self.address}; its log is in {self.directory}")
+        self._has_port = True
+
+    def _said(self) -> str:
+        """The end of its log."""
+        log = self.directory / "log"
+        return log.read_text(errors="replace")[-500:] if log.exists() else "it has no log"
 
     def kill(self) -> None:
         """End it at once (SIGKILL), as a crash does."""

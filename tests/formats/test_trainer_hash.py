@@ -1,7 +1,7 @@
 """A feature with a trainer's function has the rows that the trainer itself gives to keys.
 
 The fixed rows were made by Keras 3.15.1, TensorFlow 2.21.0, Spark 4.3.0, scikit-learn 1.9.1, Vowpal Wabbit 9.11.9, FBGEMM
-1.8.0, PaddlePaddle 3.3.1 and Java 17. Where a package is installed, a million keys are compared with it.
+1.8.0, PaddlePaddle 3.3.1 and Java 17. Where a package is installed, many keys are compared with it: with large counts a million.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import tierstore
+from tests.counts import few_or_many
 from tierstore.errors import InvalidInput, SnapshotError
 from tierstore.formats.snapshot.manifest import Manifest
 from tierstore.types import KeyType, TrainerHash
@@ -30,6 +31,7 @@ WORDS = [
 IDS = [0, 1, -1, 17, 255, -(1 << 31), (1 << 31) - 1]
 WIDE = [1 << 31, 1 << 40, (1 << 63) - 1, -(1 << 63)]
 N = 999_999_937
+MANY = few_or_many(1 << 16, 1 << 20)
 MODS = {"vowpal_wabbit": 1 << 30}  # of its own; of the others N
 KEYS = {"string": WORDS, "int64": IDS + WIDE}
 
@@ -175,28 +177,28 @@ def test_only_objects_that_hash_are_like_a_hash() -> None:
         tierstore.hash_like(object())
 
 
-# --- a million keys beside the packages
+# --- many keys beside the packages
 
 
-def million() -> tuple[list[str], np.ndarray]:
+def many_keys() -> tuple[list[str], np.ndarray]:
     """Texts of 0 to 300 bytes, mostly ASCII, and ids of all magnitudes."""
     rng = np.random.default_rng(11)
-    sizes = np.where(rng.random(1 << 20) < 0.9, rng.integers(0, 40, 1 << 20), rng.integers(0, 300, 1 << 20))
-    letters = bytes(rng.integers(32, 127, 1 << 21, np.uint8)).decode()
-    starts = rng.integers(0, (1 << 21) - 300, 1 << 20)
+    sizes = np.where(rng.random(MANY) < 0.9, rng.integers(0, 40, MANY), rng.integers(0, 300, MANY))
+    letters = bytes(rng.integers(32, 127, 2 * MANY, np.uint8)).decode()
+    starts = rng.integers(0, 2 * MANY - 300, MANY)
     texts = [letters[start : start + size] for start, size in zip(starts.tolist(), sizes.tolist(), strict=True)]
     texts[::50] = [f"{text[:20]}é早😀{text[20:]}" for text in texts[::50]]
-    ids = rng.integers(-(1 << 63), 1 << 63, 1 << 20, np.int64) >> rng.integers(0, 64, 1 << 20)
+    ids = rng.integers(-(1 << 63), 1 << 63, MANY, np.int64) >> rng.integers(0, 64, MANY)
     texts[1::50] = list(map(str, ids[1::50].tolist()))
     return texts, ids
 
 
 @pytest.mark.thorough
-def test_a_million_keys_as_tensorflow_and_keras(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_keys_as_tensorflow_and_keras(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KERAS_BACKEND", "tensorflow")
     tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
     layer = pytest.importorskip("keras", reason="Keras is not installed").layers.Hashing
-    texts, ids = million()
+    texts, ids = many_keys()
     for keys, key, mask in ((texts, "string", texts[7]), (ids, "int64", int(ids[7]))):
         tensor = tf.constant(keys)
         for options in (
@@ -215,9 +217,9 @@ def test_a_million_keys_as_tensorflow_and_keras(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.thorough
-def test_a_million_keys_as_scikit_learn() -> None:
+def test_many_keys_as_scikit_learn() -> None:
     hasher = pytest.importorskip("sklearn.feature_extraction", reason="scikit-learn is not installed").FeatureHasher
-    texts, ids = million()
+    texts, ids = many_keys()
     for keys, key in ((texts, "string"), (ids, "int64")):
         words = list(map(str, keys))
         for kind, column in (("string", None), ("dict", "c")):
@@ -233,9 +235,9 @@ def test_a_million_keys_as_scikit_learn() -> None:
 
 
 @pytest.mark.thorough
-def test_a_million_keys_as_vowpal_wabbit() -> None:
+def test_many_keys_as_vowpal_wabbit() -> None:
     workspace = pytest.importorskip("vowpalwabbit", reason="Vowpal Wabbit is not installed").Workspace
-    texts, ids = million()
+    texts, ids = many_keys()
     trained = workspace("-b 28 --quiet")
     for namespace in ("item", "17"):
         space = trained.hash_space(namespace)
@@ -245,10 +247,10 @@ def test_a_million_keys_as_vowpal_wabbit() -> None:
 
 
 @pytest.mark.thorough
-def test_a_million_ids_as_fbgemm() -> None:
+def test_many_ids_as_fbgemm() -> None:
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")
     pytest.importorskip("fbgemm_gpu", reason="FBGEMM is not installed")
-    _, ids = million()
+    _, ids = many_keys()
     empty = torch.full((1_000_003, 1), -1, dtype=torch.int64)
     homes = torch.ops.fbgemm.zero_collision_hash(
         input=torch.from_numpy(ids), identities=empty, max_probe=128, circular_probe=True, exp_hours=-1, readonly=True
@@ -285,11 +287,11 @@ some.select("i", *(places(column).alias(column) for column in ("tf", "text v", "
 
 
 @pytest.mark.thorough
-def test_a_million_keys_as_spark(tmp_path: Path) -> None:
+def test_many_keys_as_spark(tmp_path: Path) -> None:
     pytest.importorskip("pyspark", reason="Spark is not installed")
     if shutil.which("java") is None:
         pytest.skip("Java is not installed")
-    texts, ids = million()
+    texts, ids = many_keys()
     narrow = ids.astype(np.int32)
     keys = {"i": np.arange(len(ids)), "text": pa.array(texts, pa.string()), "id": ids, "narrow": narrow}
     pq.write_table(pa.table(keys), tmp_path / "keys.parquet")
@@ -333,11 +335,11 @@ public class Rows {
 
 
 @pytest.mark.thorough
-def test_a_million_keys_as_java(tmp_path: Path) -> None:
+def test_many_keys_as_java(tmp_path: Path) -> None:
     java = shutil.which("java")
     if java is None:
         pytest.skip("Java is not installed")
-    texts, ids = million()
+    texts, ids = many_keys()
     (tmp_path / "Rows.java").write_text(JAVA)
     (tmp_path / "texts").write_text("".join(f"{text}\n" for text in texts), encoding="utf-8")
     (tmp_path / "ids").write_text("".join(f"{key}\n" for key in ids.tolist()))

@@ -136,6 +136,22 @@ def killed(root: Path, out: Path, phase: str, count: int, *, base: str = "sealed
     assert done.returncode == -signal.SIGKILL, done.stderr
 
 
+@pytest.fixture(scope="module")
+def killed_once(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where a load was that was killed while it wrote files. The folder `left` beside it has what it has left."""
+    out = tmp_path_factory.mktemp("killed") / "build"
+    killed(root, out, "write", 6)
+    shutil.copytree(out, out.with_name("left"))
+    return out
+
+
+@pytest.fixture
+def broken_off(killed_once: Path) -> Path:
+    """A load that was killed while it wrote files: at the same path each time, as its journal names it."""
+    shutil.rmtree(killed_once, ignore_errors=True)
+    return Path(shutil.copytree(killed_once.with_name("left"), killed_once))
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("phase", "count", "base", "fan_in"),
@@ -254,10 +270,9 @@ def test_a_file_that_is_damaged_when_the_runs_are_gone_is_made_again(
 @pytest.mark.thorough
 @pytest.mark.parametrize("spoilt", ["tail", "line", "first", "rubbish"])
 def test_a_journal_that_is_damaged_costs_work_and_nothing_else(
-    root: Path, tmp_path: Path, whole: BaseBuild, spoilt: str
+    root: Path, broken_off: Path, whole: BaseBuild, spoilt: str
 ) -> None:
-    out = tmp_path / "build"
-    killed(root, out, "write", 6)
+    out = broken_off
     lines = (out / JOURNAL).read_bytes().split(b"\n")
     if spoilt == "tail":
         lines[-2:] = [lines[-2][:-5]]
@@ -273,11 +288,10 @@ def test_a_journal_that_is_damaged_costs_work_and_nothing_else(
 
 
 @pytest.mark.thorough
-def test_a_load_of_another_snapshot_or_plan_uses_nothing_of_it(root: Path, tmp_path: Path, whole: BaseBuild) -> None:
-    out = tmp_path / "build"
-    killed(root, out, "write", 6)
-    left = tmp_path / "left"
-    shutil.copytree(out, left)
+def test_a_load_of_another_snapshot_or_plan_uses_nothing_of_it(
+    root: Path, tmp_path: Path, broken_off: Path, whole: BaseBuild
+) -> None:
+    out, left = broken_off, broken_off.with_name("left")
     other = tmp_path / "other"
     shutil.copytree(root, other)
     document = json.loads((other / "snapshot.json").read_text())

@@ -10,7 +10,7 @@ import java.nio.ByteOrder;
 import java.nio.charset.StandardCharsets;
 import java.util.Base64;
 
-/** Look-ups with Java's HttpClient as it comes: java LookUps.java URL < requests > answers. */
+/** Look-ups with Java's HttpClient as it comes: java LookUps URL < requests > answers. */
 public class LookUps {
     public static void main(String[] arguments) throws IOException, InterruptedException {
         HttpClient client = HttpClient.newHttpClient();

@@ -162,9 +162,12 @@ def node(url: str, look_ups: list[LookUp], _: Path) -> list[Answer]:
     return lines_through([found_program("node"), HERE / "look_ups.mjs"], url, look_ups)
 
 
-def java(url: str, look_ups: list[LookUp], _: Path) -> list[Answer]:
-    found_program("javac")  # a runtime alone runs no source
-    return lines_through([found_program("java"), "-XX:TieredStopAtLevel=1", HERE / "LookUps.java"], url, look_ups)
+def java(url: str, look_ups: list[LookUp], work: Path) -> list[Answer]:
+    """Compiled once for all tests."""
+    quick = "-XX:TieredStopAtLevel=1"
+    if not (work / "LookUps.class").exists():
+        subprocess.run([found_program("javac"), f"-J{quick}", "-d", work, HERE / "LookUps.java"], check=True)
+    return lines_through([found_program("java"), quick, "-cp", work, "LookUps"], url, look_ups)
 
 
 def go(url: str, look_ups: list[LookUp], work: Path) -> list[Answer]:

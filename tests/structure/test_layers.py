@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.structure.trees import tree_of
 from tierstore.kernels import PARTS
 from tierstore.kernels import modules as kernel_modules
 
@@ -349,7 +350,7 @@ def graph() -> dict[str, tuple[set[str], set[str]]]:
     result = {}
     for name, path in files.items():
         package = ".".join((PACKAGE, *path.relative_to(ROOT / PACKAGE).parts[:-1]))
-        result[name] = imports_of(ast.parse(path.read_text(encoding="utf-8")), package, known)
+        result[name] = imports_of(tree_of(path), package, known)
     return result
 
 

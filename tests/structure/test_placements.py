@@ -11,6 +11,7 @@ from typing import Literal, get_args
 
 import pytest
 
+from tests.structure.trees import tree_of
 from tierstore.engine.placement import Act, ModelPlacement, Refusals
 from tierstore.engine.placements import refusals
 from tierstore.errors import InvalidInput
@@ -68,7 +69,7 @@ def test_nothing_outside_placements_asks_where_rows_are() -> None:
             or path.is_relative_to(PACKAGE / "client")
         ):
             continue  # the command line shows a document
-        if whats := {what for _, what in asked(ast.parse(path.read_text(encoding="utf-8")))}:
+        if whats := {what for _, what in asked(tree_of(path))}:
             found[path.relative_to(PACKAGE).as_posix()] = sorted(whats)
     assert found == ALLOWED
 

@@ -36,7 +36,9 @@ def server() -> Iterator[RawRedis]:
 
 @pytest.fixture
 def cluster(server: RawRedis) -> Iterator[Cluster]:
+    server.answer = b"-ERR unknown command\r\n"  # what it runs it does not say, and at once
     made = connect(f"redis://127.0.0.1:{server.port}", OPTIONS)
+    server.answer = b""
     yield made
     made.close()
 

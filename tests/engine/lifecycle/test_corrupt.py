@@ -15,7 +15,7 @@ import pytest
 from tools import corrupt_test
 
 ROOT = Path(__file__).parents[3]
-CASES = int(os.environ.get("CORRUPT_CASES", 8))
+CASES = int(os.environ.get("CORRUPT_CASES", 4))
 
 
 @pytest.mark.thorough

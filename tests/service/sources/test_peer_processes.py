@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import tierstore
+from tests.counts import few_or_many
 from tierstore.engine.operations import from_peers
 from tierstore.formats import files
 
@@ -116,7 +117,7 @@ def test_a_process_that_was_killed_while_deltas_go_on_comes_back_equal(
     producer = threading.Thread(target=produce)
     producer.start()
     try:
-        for _ in range(2):
+        for _ in range(few_or_many(1, 2)):
             eventually(lambda: second.last() > 0, "deltas come")
             second.kill()
             at = sent[0]
@@ -152,7 +153,7 @@ def test_a_new_process_that_is_killed_in_the_copy_and_started_again_becomes_equa
     kills = 0
     while not second.ready():
         left = from_peers.copies_of(second.data)
-        if left and files.tree_bytes(left[0]) > (kills + 1) * 20 << 20 and kills < 3:
+        if left and files.tree_bytes(left[0]) > (kills + 1) * 20 << 20 and kills < few_or_many(1, 3):
             second.kill()
             kills += 1
             assert from_peers.copies_of(second.data)

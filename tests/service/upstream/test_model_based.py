@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.counts import few_or_many
 from tests.engine.model_based import Stores, StoresAgainstHistory, check
 from tests.service.upstream.scenes import NO_CACHE, Scene
 from tierstore.engine.store import Store
@@ -58,4 +59,4 @@ class FrontAgainstHistory(StoresAgainstHistory):
 
 @pytest.mark.thorough
 def test_a_front_keeps_the_promises_of_its_nodes() -> None:
-    check(FrontAgainstHistory, histories=8, steps=15)
+    check(FrontAgainstHistory, histories=few_or_many(4, 8), steps=15)

@@ -11,6 +11,7 @@ import pytest
 from hypothesis.stateful import precondition, rule
 
 import tierstore
+from tests.counts import few_or_many
 from tests.engine import scenes
 from tests.engine.model_based import KEYS, Stores, StoresAgainstHistory, check
 from tests.engine.promises import History
@@ -136,4 +137,4 @@ class NodesAgainstHistory(StoresAgainstHistory):
 @pytest.mark.thorough
 def test_two_nodes_keep_their_promises(cluster: RedisCluster) -> None:
     Nodes.cluster = cluster
-    check(NodesAgainstHistory, histories=8, steps=12)
+    check(NodesAgainstHistory, histories=few_or_many(3, 8), steps=12)

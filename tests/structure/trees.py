@@ -1,0 +1,12 @@
+"""Sources as syntax trees, each parsed once for all tests of this folder."""
+
+from __future__ import annotations
+
+import ast
+from functools import cache
+from pathlib import Path
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
