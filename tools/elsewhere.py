@@ -14,10 +14,11 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -89,7 +90,9 @@ class Elsewhere:
         (folder / "roots").mkdir(parents=True)
         own = {"data": str(folder / "data"), "source_root": str(folder / "roots"), "port": str(port)}
         environment = {name: value for name, value in os.environ.items() if not name.startswith("TIERSTORE_")}
-        environment |= {f"TIERSTORE_{name.upper()}": value for name, value in ({"grpc_port": "off"} | own | settings).items()}
+        environment |= {
+            f"TIERSTORE_{name.upper()}": value for name, value in ({"grpc_port": "off"} | own | settings).items()
+        }
         line = [python, "-m", "tierstore", "serve"]
         if self.apart:
             hide = ["unshare", "--mount", "--propagation", "private", "sh", "-c"]
@@ -97,11 +100,11 @@ class Elsewhere:
         with (folder / "log").open("wb") as log:
             service = subprocess.Popen(line, cwd=folder, env=environment, stdout=log, stderr=log)
         try:
-            ready = f"import urllib.request as u; u.urlopen('{url}/v2/health/ready', timeout=5)"
             until = time.monotonic() + 300
-            while subprocess.run(self.beside([sys.executable, "-c", ready]), capture_output=True, check=False).returncode:
-                assert service.poll() is None and time.monotonic() < until, (folder / "log").read_text()
-                time.sleep(0.2)
+            while f"tierstore serves {own['data']}" not in (said := (folder / "log").read_text()):
+                assert service.poll() is None, said
+                assert time.monotonic() < until, said
+                time.sleep(0.1)
             yield url
         finally:
             for _ in range(2):  # the second ends what drains
@@ -164,7 +167,8 @@ def compare(lookup: Callable[..., Answer], rows: int, version: int, seqs: range 
         for start in range(0, rows, CALL_KEYS):
             part = slice(start, start + CALL_KEYS)
             answer, found = lookup(table, keys(table, rows)[part], return_found=True)
-            assert (found == there[part]).all() and answer.tobytes() == wanted[part].tobytes(), (table, version, seqs, start)
+            right = (found == there[part]).all() and answer.tobytes() == wanted[part].tobytes()
+            assert right, f"{table} from row {start} on, of version {version} with deltas {list(seqs)}"
 
 
 def use(urls: list[str], work: Path, exports: Path, rows: int) -> None:
@@ -224,7 +228,9 @@ def program(urls: list[str], work: Path, exports: Path, rows: int, python: str =
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("out", type=Path, help="an empty directory")
-    parser.add_argument("--nodes", metavar="URL,URL…", help="services that are there already, of which the first exports")
+    parser.add_argument(
+        "--nodes", metavar="URL,URL…", help="services that are there already, of which the first exports"
+    )
     parser.add_argument("--exports", type=Path, help="where that one's exports get to")
     parser.add_argument("--rows", type=int, default=1_000_000, help="of each table")
     given = parser.parse_args()
@@ -233,7 +239,9 @@ def main() -> int:
         use(given.nodes.split(","), out, given.exports, given.rows)
         return 0
     (out / "work").mkdir(parents=True)
-    with Elsewhere(out / "work") as there, there.serve(out / "service", 8000) as url:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with Elsewhere(out / "work") as there, there.serve(out / "service", port) as url:
         print(f"{'' if there.apart else 'not '}in a network and with mounts of its own", flush=True)
         subprocess.run(there.beside(program([url], out / "work", out / "service/data/exports", given.rows)), check=True)
     return 0

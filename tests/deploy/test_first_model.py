@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from tests.deploy.image import environment
 from tests.deploy.test_deploy import kubernetes, settings_named
@@ -37,26 +41,27 @@ def settings_of(folder: str) -> tuple[dict[str, str], dict[str, Any]]:
     return {name: variables[ENV_PREFIX + name.upper()] for name in names}, mounts
 
 
-def test_the_first_model_of_the_manifests_is_sent_with_a_token_that_may_load_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("nodes", "limits"), [(2, []), (1, ["--model", "ctr"])])
+def test_the_first_model_of_the_manifests_is_sent_with_a_token_that_may_load_it(
+    tmp_path: Path, nodes: int, limits: list[str]
+) -> None:
     settings, mounts = settings_of("deploy/kubernetes-tokens")
     assert mounts[environment()["TIERSTORE_SOURCE_ROOT"]] == {"name": "snapshots", "emptyDir": {}}, "nothing is shared"
-    (line,) = [line for _, block in blocks("docs/kubernetes.md", "sh") for line in block.splitlines() if "rollout" in line]
-    assert "--nodes" in line, "as the page says"
+    lines = [line for _, block in blocks("docs/kubernetes.md", "sh") for line in block.splitlines()]
+    assert [line for line in lines if re.match(r"tierstore rollout \S+ --nodes", line)], "as the page says"
     work, secret = tmp_path / "work", tmp_path / "secret"
     for folder in (work / "without", secret):
         folder.mkdir(parents=True)
-    made = [*COMMAND, "token", "create", "--role", "admin", "--model", "ctr", "--data", str(secret), "--json"]
+    made = [*COMMAND, "token", "create", "--role", "admin", *limits, "--data", str(secret), "--json"]
     token = json.loads(subprocess.run(made, capture_output=True, check=True).stdout)["token"]
-    first, second = free_ports(2)
     settings |= {"tokens": str(secret / "tokens.json"), "host_budget": "16MiB", "load_workers": "1"}
-    with (
-        Elsewhere(work) as there,
-        there.serve(tmp_path / "0", first, **settings) as one,
-        there.serve(tmp_path / "1", second, **settings) as other,
-    ):
+    with ExitStack() as stack:
+        there = stack.enter_context(Elsewhere(work))
+        ports = enumerate(free_ports(nodes))
+        urls = [stack.enter_context(there.serve(tmp_path / str(number), port, **settings)) for number, port in ports]
 
         def use(where: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-            line = program([one, other], where, tmp_path / "0/data/exports", rows=3000)
+            line = program(urls, where, tmp_path / "0/data/exports", rows=3000)
             variables |= {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
             return subprocess.run(there.beside(line), env=variables, capture_output=True, text=True, timeout=250)
 
@@ -64,6 +69,6 @@ def test_the_first_model_of_the_manifests_is_sent_with_a_token_that_may_load_it(
         done = use(work, TIERSTORE_TOKEN=token)
         assert done.returncode == 0, done.stderr
     assert "the first snapshot is sent" in done.stdout
-    for node in ("0", "1"):
-        assert not any((tmp_path / node / "roots").iterdir()), "by no directory"
-        assert not any((tmp_path / node / "data/uploads").iterdir()), "and what was sent is gone"
+    for number in range(nodes):
+        assert not any((tmp_path / f"{number}/roots").iterdir()), "by no directory"
+        assert not any((tmp_path / f"{number}/data/uploads").iterdir()), "and what was sent is gone"

@@ -135,7 +135,7 @@ def _summary(r: DemoReport) -> list[tuple[str, str]]:
     q = r.quality or Quality(0, 0, 0, 0, 0, 0)
     speed = f"{r.load_rows_per_s:,.0f} a second; the second snapshot, under load, at {r.beside_rows_per_s:,.0f}"
     tiers = ", ".join(f"{tier} {share:.1%}" for tier, share in r.tiers.items())
-    servers = "; ".join(f"{w.name}: {w.requests:,} requests, p50 {w.p50_ms:.1f} ms, p99 {w.p99_ms:.1f}" for w in r.servers)
+    servers = "; ".join(f"{w.name}: {w.requests:,}, p50 {w.p50_ms:.1f} ms, p99 {w.p99_ms:.1f}" for w in r.servers)
     fresh = f"median {r.freshness_median_s * 1e3:.0f} ms, p99 {r.freshness_p99_s * 1e3:.0f} ms from event to visible"
     old = f"{q.daily_old_items:.3f} → {q.deltas_old_items:.3f} on items the snapshot has"
     scores = f"{_count(r.score_mismatches, r.scores_checked)} differ from the trainer's dense part on the same rows"
