@@ -1,8 +1,9 @@
 """The first hour of somebody new: `python -m tools.first_hour OUT [--python /usr/bin/python3]`, on Linux with git, make and Chromium.
 
 In a fresh clone with an empty home and empty caches: `make demo`; each block of the tutorial in order, in the demo's environment; a table of
-Parquet of one's own, of which every row is read back; and the page of that service, under traffic, at three widths, light and dark. Each
-step's seconds are said, and pictures are in OUT.
+Parquet of one's own, of which every row is read back; the page of that service, under traffic, at three widths, light and dark; and a service
+that shares no directory with those who use it (`tools.elsewhere`), of which all rows are compared too. Each step's seconds are said, and pictures
+are in OUT.
 """
 
 from __future__ import annotations
@@ -170,6 +171,8 @@ def main() -> int:
         with do.beside("python traffic.py"), step("traffic, and pictures"):
             time.sleep(TRAFFIC_S)
             take_pictures(do, out)
+    with step("a service that shares nothing"):
+        do(f"python -m tools.elsewhere {out / 'elsewhere'} --rows {ROWS}", do.clone)
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import signal
@@ -14,7 +15,7 @@ import typer.main
 from rich.console import Console
 
 import tierstore
-from tests.cli.conftest import ROOT, Cli, python
+from tests.cli.conftest import ROOT, SMALL, Cli, python, write_snapshot
 from tierstore import config
 from tierstore.access.audit import Audit
 from tierstore.cli import audit, jobs, show
@@ -62,14 +63,73 @@ COMMANDS = {
 
 # --- start-up
 
+HEAVY = {"numba", "rocksdict", "pyarrow", "fastapi", "uvloop", "httpx", "pydantic", "rich", "onnxruntime", "grpc"}
+COUNT_KERNELS = """
+from tierstore.cli import main
+try:
+    main()
+finally:
+    from tierstore.kernels import entries
+    read = [entry for entry in entries if entry.dispatcher.overloads]
+    sys.stderr.write(f"{len(read)} {len(entries)}\\n")
+"""
+
+
+def packages_in(imported: str) -> set[str]:
+    """The packages in what `python -X importtime` wrote."""
+    found = {line.rpartition("|")[2].strip().split(".")[0] for line in imported.splitlines()}
+    assert "typer" in found, "the list of modules is read right"
+    return found
+
 
 @pytest.mark.parametrize("words", [["--help"], ["load", "--help"], ["--version"]])
 def test_help_loads_neither_the_store_nor_the_service(words: list[str]) -> None:
     done = python("-X", "importtime", "-m", "tierstore", *words)
     assert done.returncode == 0
-    loaded = {line.rpartition("|")[2].strip().split(".")[0] for line in done.stderr.splitlines()}
-    assert "typer" in loaded, "the check reads the list of modules right"
-    assert loaded & {"numpy", "numba", "rocksdict", "pyarrow", "fastapi", "uvloop", "httpx"} == set()
+    assert packages_in(done.stderr) & {*HEAVY, "numpy"} == set()
+
+
+@pytest.mark.parametrize("words", [["status", "--json"], ["status", "ctr", "--json"], ["jobs", "--json"]])
+def test_a_command_that_asks_a_service_loads_neither_the_store_nor_what_it_prints_no_table_with(
+    loaded: Store, words: list[str]
+) -> None:
+    with ServerThread(loaded) as server:
+        done = python("-X", "importtime", "-m", "tierstore", *words, "--url", server.url)
+    assert done.returncode == 0, done.stderr
+    assert packages_in(done.stderr) & HEAVY == set()
+
+
+def test_a_command_on_a_directory_reads_the_kernels_that_it_calls(tmp_path: Path) -> None:
+    with tierstore.open(tmp_path / "data", **SMALL) as store:
+        store.load_snapshot(write_snapshot(tmp_path, 1))
+    words = ["tierstore", "status", "--json", "--data", str(tmp_path / "data")]
+    done = python("-c", f"import sys; sys.argv = {words}\n{COUNT_KERNELS}")
+    assert done.returncode == 0, done.stderr
+    read, all_of_them = map(int, done.stderr.splitlines()[-1].split())
+    assert json.loads(done.stdout)["models"]["ctr"]["active_version"] == 1
+    assert read < all_of_them / 4
+
+
+def test_values_are_read_as_typer_reads_them() -> None:
+    """Also where that is done without pydantic."""
+    context = typer.Context(typer.main.get_command(application()))
+    seen = 0
+    for command in typer.main.get_command(application()).commands.values():
+        for parameter in command.get_params(context):
+            by_typer = type(parameter).get_runtime_param(parameter)
+            is_list = parameter.multiple or parameter.nargs == -1
+            values = [None, ["a", "-1"], ("x",), ["\udc80é", ""]] if is_list else [None, "a", "", "-1", "\udc80é"]
+            if parameter.type_descriptor.annotation in (str, list[str]):
+                seen += 1
+            else:
+                values = [None]
+            for value in values:
+                read, expected = (
+                    reader.coerce(value, param=parameter, ctx=context)
+                    for reader in (parameter.get_runtime_param(), by_typer)
+                )
+                assert (type(read), read) == (type(expected), expected), (command.name, parameter.name)
+    assert seen > 50
 
 
 def test_process_1_can_be_ended_before_its_command_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,11 +17,13 @@ import tierstore
 from tests.client.nodes import DIM, ITEMS, Node, nodes, row, write_change, write_version
 from tests.engine import scenes
 from tests.engine.test_store import folded
+from tierstore.access.roles import Role
+from tierstore.access.tokens import TokenFile
 from tierstore.client import Client
 from tierstore.client.replicas import compare_replicas, compare_rows
 from tierstore.client.rollout import _Node, _Rollout, rollout
 from tierstore.engine.versions.expiry import expire
-from tierstore.errors import Conflict, InvalidInput, RolloutFailed, TierstoreError, Unreachable
+from tierstore.errors import Conflict, InvalidInput, RolloutFailed, TierstoreError, Unreachable, explained
 from tierstore.verdicts import Requests
 
 QUICK: dict[str, Any] = {"check_s": 0.0, "max_wait_s": 60.0}
@@ -77,6 +79,19 @@ def test_nodes_that_cannot_read_the_snapshot_are_sent_it(tmp_path: Path) -> None
     with nodes(tmp_path, 2, source_root=[tmp_path / "roots"]) as made:
         assert rollout(write_version(tmp_path, 1), urls(made), **QUICK).loaded == urls(made)
         assert active(made) == [1, 1]
+
+
+def test_a_token_that_cannot_see_what_fails_is_refused_before_anything_is_done(tmp_path: Path) -> None:
+    tokens = TokenFile(tmp_path / "tokens.json")
+    (_, narrow), (_, wide) = tokens.create(Role.ADMIN, ["ctr"]), tokens.create(Role.ADMIN, None)
+    snapshot, said = write_version(tmp_path, 1), list[str]()
+    with nodes(tmp_path, 2, tokens=tmp_path / "tokens.json") as made:
+        with pytest.raises(TierstoreError) as refused:
+            rollout(snapshot, urls(made), token=narrow, say=said.append, **QUICK)
+        assert "a token for all models" in explained(refused.value)
+        assert [node.store.models() for node in made] == [[], []]
+        assert said == []
+        assert rollout(snapshot, urls(made), token=wide, **QUICK).loaded == urls(made)
 
 
 def test_a_run_that_was_broken_off_is_continued(two: list[Node], tmp_path: Path) -> None:

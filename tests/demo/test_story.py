@@ -47,7 +47,7 @@ def test_every_row_read_back_is_the_trainers(finished: tuple[DemoReport, str, Pa
 def test_the_deltas_are_worth_it(finished: tuple[DemoReport, str, Path]) -> None:
     report, _, _ = finished
     assert report.quality is not None
-    assert report.deltas == 5
+    assert report.deltas == 8
     assert report.quality.new_item_share > 0.2
     assert report.quality.deltas > report.quality.daily + 0.01
     assert 0 < report.freshness_median_s <= report.freshness_p99_s <= report.freshness_max_s < 5

@@ -25,6 +25,7 @@ from tierstore.cli.options import (
     AsJson,
     Command,
     Data,
+    Group,
     KeysCommand,
     ModelName,
     ServedVersion,
@@ -260,6 +261,7 @@ _ALL = {of.__name__.strip("_").replace("_", "-"): of for of in _COMMANDS} | {"to
 def application(name: str = "") -> typer.Typer:
     """With the command of this name, or with all: typer reads the parameters of all that it has, for 35 ms."""
     made = typer.Typer(
+        cls=Group,
         help="A tiered embedding store: rows in memory and on SSD, daily snapshots, deltas in between.",
         epilog="Commands work on the data directory in --data (default ./data), or with --url through the service that "
         "holds it open.",

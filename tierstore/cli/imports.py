@@ -17,7 +17,7 @@ import typer
 from tierstore.cli.options import AsJson, Data, Url, argument, option
 from tierstore.cli.target import make_client, open_target, say_aside, service_url, warn_of_dense
 from tierstore.cli.triton import Batch, write_hps
-from tierstore.errors import ConfigError, Conflict, NotFound, SnapshotError, TierstoreError
+from tierstore.errors import ConfigError, Conflict, Forbidden, NotFound, SnapshotError, TierstoreError
 
 if TYPE_CHECKING:
     from tierstore.client import Client
@@ -396,9 +396,12 @@ def _source_directory(url: str) -> Path:
     """A directory that this machine can write to, if possible one that the service reads snapshots from: the working
     directory, or a source root. What the service does not see is sent.
     """
-    with make_client(url) as client:
-        roots = client.status().get("service", {}).get("source_roots")
     here = Path.cwd().resolve()
+    with make_client(url) as client:
+        try:
+            roots = client.status().get("service", {}).get("source_roots")
+        except Forbidden:  # a token for one model may not ask
+            return here
     if roots is None:  # of an earlier release
         return here
     local = [Path(root) for root in roots if "://" not in root]

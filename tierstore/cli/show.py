@@ -1,4 +1,4 @@
-"""What commands print: JSON, or tables for a person."""
+"""What commands print: JSON, or tables for a person, for which alone rich is imported."""
 
 from __future__ import annotations
 
@@ -7,16 +7,14 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
-
-from rich.console import Console
-from rich.markup import escape
-from rich.padding import Padding
-from rich.table import Table
-from rich.text import Text
+from typing import TYPE_CHECKING, Any
 
 from tierstore.sizes import size_text
 from tierstore.status import dense_notes, golden_text
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
 
 TIERS = ("overlay", "device", "host", "disk", "remote", "absent")
 NUMBERS_SHOWN = 6
@@ -29,6 +27,13 @@ def as_json(document: Any) -> None:
     sys.stdout.write(
         _NUMBERS.sub(lambda found: " ".join(found[0].split()).replace("[ ", "[").replace(" ]", "]"), text) + "\n"
     )
+
+
+def escape(text: str) -> str:
+    """A text whose brackets rich does not take for markup."""
+    from rich.markup import escape as of_rich
+
+    return of_rich(text)
 
 
 def printable(value: Any) -> str:
@@ -59,6 +64,8 @@ def shares(lookup_keys: dict[str, int]) -> str:
 
 def rows(keys: list[int] | list[str], found: list[bool], vectors: list[list[float]]) -> None:
     """Rows of a look-up as a table; long rows are cut."""
+    from rich.table import Table
+
     table = Table("key", "found", f"row ({len(vectors[0]) if vectors else 0} numbers)", box=None, header_style="bold")
     for key, is_found, vector in zip(keys, found, vectors, strict=True):
         text = " ".join(f"{number: .4g}" for number in vector[:NUMBERS_SHOWN])
@@ -71,6 +78,9 @@ def entries(found: Sequence[tuple[Sequence[str], str]]) -> None:
     """Entries of a few short words, in columns, each with a text of any length: below it on a terminal, so that nothing
     is squeezed, and behind it in a pipe, where a line is an entry.
     """
+    from rich.padding import Padding
+    from rich.text import Text
+
     out = console()
     widths = [max(map(len, column)) for column in zip(*(words for words, _ in found), strict=True)]
     for words, text in found:
@@ -186,6 +196,8 @@ def _surroundings(document: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _versions(versions: list[dict[str, Any]]) -> Table:
+    from rich.table import Table
+
     table = Table("version", "state", "labels", "watermark", "created", box=None, header_style="dim", padding=(0, 2))
     for column in table.columns:
         column.no_wrap = True
@@ -203,6 +215,8 @@ def _versions(versions: list[dict[str, Any]]) -> Table:
 
 
 def _tables(tables: dict[str, dict[str, Any]]) -> Table:
+    from rich.table import Table
+
     shown = Table(
         "table", "rows", "keys looked up", "answered by", "held", box=None, header_style="dim", padding=(0, 2)
     )
@@ -257,5 +271,7 @@ def _text(value: object) -> str:
 
 def console() -> Console:
     """Where tables go: the terminal, or standard output."""
+    from rich.console import Console
+
     # Into a pipe or a file lines are never folded: a program or `grep` reads them.
     return Console() if sys.stdout.isatty() else Console(width=250, soft_wrap=True)

@@ -87,6 +87,9 @@ def open_data(data: Path | None, *, create: bool = False) -> Iterator[Store]:
         raise NotFound(f"no data directory at {settings.data}; name one with --data, or a running service with --url")
     with _nothing_left(settings.data):
         ready_kernels(settings.data)
+        from tierstore import kernels
+
+        kernels.at_import = False  # a command calls few of them
         from tierstore.engine.events.changes import REQUESTER
         from tierstore.engine.store import Store
 

@@ -27,6 +27,7 @@ from tierstore.client.sync import Client
 from tierstore.errors import (
     FAULTS,
     Conflict,
+    Forbidden,
     InvalidInput,
     NotFound,
     NotReady,
@@ -183,6 +184,11 @@ class _Rollout:
         """Note what the node serves. Refuse one that another change is under way on."""
         if not node.client.ready():
             raise NotReady("the node is not ready: it starts or stops")
+        try:
+            self._requests(node)
+        except Forbidden as error:  # now, and not after the switch
+            error.add_note("a rollout counts failed requests by /metrics, so it takes a token for all models")
+            raise
         status = self._status(node)
         canary = status["canary"]
         node.active = status["active_version"]

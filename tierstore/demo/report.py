@@ -62,6 +62,7 @@ class DemoReport:
     freshness_p99_s: float = 0.0
     freshness_max_s: float = 0.0
     windows: list[LatencyWindow] = field(default_factory=list)
+    servers: list[LatencyWindow] = field(default_factory=list)  # the same requests, by who answered
     tiers: dict[str, float] = field(default_factory=dict)  # share of keys by where they were answered, all traffic
     quality: Quality | None = None
     requests: int = 0
@@ -134,12 +135,14 @@ def _summary(r: DemoReport) -> list[tuple[str, str]]:
     q = r.quality or Quality(0, 0, 0, 0, 0, 0)
     speed = f"{r.load_rows_per_s:,.0f} a second; the second snapshot, under load, at {r.beside_rows_per_s:,.0f}"
     tiers = ", ".join(f"{tier} {share:.1%}" for tier, share in r.tiers.items())
+    servers = "; ".join(f"{w.name}: {w.requests:,}, p50 {w.p50_ms:.1f} ms, p99 {w.p99_ms:.1f}" for w in r.servers)
     fresh = f"median {r.freshness_median_s * 1e3:.0f} ms, p99 {r.freshness_p99_s * 1e3:.0f} ms from event to visible"
     old = f"{q.daily_old_items:.3f} → {q.deltas_old_items:.3f} on items the snapshot has"
     scores = f"{_count(r.score_mismatches, r.scores_checked)} differ from the trainer's dense part on the same rows"
     return [
         ("loaded", f"{r.rows:,} rows at {speed}"),
         ("answered from", f"{tiers}  (host budget {r.host_budget}, rows and keys {r.table_bytes / 2**20:.0f} MiB)"),
+        ("answered by", servers),
         ("freshness", f"{fresh}, training included ({r.deltas} deltas, {r.delta_rows:,} rows)"),
         ("AUC, newest events", f"{q.daily:.3f} daily snapshot alone → [bold green]{q.deltas:.3f}[/] with the deltas"),
         ("", f"{old}; {q.new_item_share:.0%} of the events are of newer items"),

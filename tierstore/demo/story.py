@@ -36,10 +36,13 @@ from tierstore.types import Progress
 
 SEED = 20261120
 DAILY, SECOND = 20261120, 20261121  # the versions
-SECONDS = 24.0  # of deltas
-PACE_S = 0.8  # between deltas: what a minute of the log is compressed to
+SECONDS = 15.0  # of deltas
+PACE_S = 0.5  # between deltas: what a minute of the log is compressed to
 HOST_BUDGET_MIB = 20
 CHECKED_ROWS = 50_000  # of each table, at the end
+
+# who answers, before and after the loops are compiled, which a first run does not wait for
+SERVERS = "Python, while the loops for it are compiled", "compiled loops"
 
 Say = Callable[[str], None]
 
@@ -55,8 +58,8 @@ def run(
 ) -> DemoReport:
     """Tell the whole story and return its results.
 
-    keep: leave the service up at the end, until Ctrl-C. seconds: how long deltas stream (default 24; the other steps
-    are about 25 more). port: of the service, 0 for a free one. workdir: where files go and stay, which must hold no
+    keep: leave the service up at the end, until Ctrl-C. seconds: how long deltas stream (default 15; the other steps
+    are about 15 more). port: of the service, 0 for a free one. workdir: where files go and stay, which must hold no
     earlier run; by default a temporary directory that is removed. console: where it is told; by default standard
     output. scale: of tables and traffic; 1.0 is about a million rows. Raises ValueError for a scale or time that is not
     positive, TierstoreError when a step fails.
@@ -104,6 +107,7 @@ class Story:
         self.report = DemoReport(seed=seed, scale=scale, host_budget=f"{max(2, round(HOST_BUDGET_MIB * scale))}MiB")
         self.over = threading.Event()  # set when a step has failed: what runs at the same time ends early
         self.windows: list[tuple[str, float]] = []  # (name, start by the monotonic clock); each lasts to the next
+        self.servers: list[tuple[str, float]] = []  # likewise, by what the status says of who answers
         self.acknowledged: list[float] = []  # when delta 1, 2, … was, by the monotonic clock
         self.freshness_s: list[float] = []  # from event time to acknowledged
         # The service starts while the trainer learns; on a first run both compile their kernels meanwhile.
@@ -125,10 +129,6 @@ class Story:
                 if self.report.served_scores
                 else "here, on rows looked up: with tierstore[dense] the service would"
             )
-        if self._compiles():
-            with self._step("wait for compiled kernels"):  # of a first run: what is measured comes after
-                while self._compiles():
-                    time.sleep(0.1)
         self._under_load()
         with self._step("score the newest events again"):
             self.report.quality = self._quality(daily, self._score())
@@ -180,9 +180,11 @@ class Story:
         with self._step("answer look-ups") as say:
             traffic.wait_ready()
             self.tiers = TierCounter(self._status())
+            self._answers()
             self._window("daily snapshot alone")
             time.sleep(2 * self.hold_s)
-            say(_shares(self.tiers.add(self._status())))
+            shares = self._answers()
+            say(f"by {self.servers[-1][0]}; {shares}")
         with self._step("stream deltas, load and switch") as say:
             self._stream()
             say(f"{len(self.acknowledged)} deltas, {report.delta_rows:,} rows")
@@ -276,8 +278,8 @@ class Story:
     def _judge(self, samples: Samples, first_error: str) -> None:
         """What the load generator saw, window by window and in all."""
         report, failed = self.report, samples["failed"]
-        measured = [LatencyWindow.of(name, samples, start, end) for (name, start), (_, end) in pairwise(self.windows)]
-        report.windows = [window for window in measured if window.requests]
+        report.windows = _measured(self.windows, samples)
+        report.servers = _measured([*self.servers, self.windows[-1]], samples)
         report.requests, report.failed_requests, report.first_error = len(samples), int(failed.sum()), first_error
         report.mixed_answers, report.stale_answers = int(samples["mixed"].sum()), stale(samples, self.acknowledged)
         report.versions_seen = np.unique(samples["version"][~failed]).tolist()
@@ -285,20 +287,27 @@ class Story:
         freshness = np.percentile(self.freshness_s, [50, 99, 100]).tolist()
         report.freshness_median_s, report.freshness_p99_s, report.freshness_max_s = freshness
 
-    def _compiles(self) -> bool:
-        return bool(self.client.status()["service"]["reactors"] == "compiling")
-
     # --- what the console shows meanwhile
 
     def _status(self) -> ModelStatus:
         return self.client.status(MODEL)["models"][MODEL]
+
+    def _answers(self) -> str:
+        """Where keys were answered since the last time. Notes by whom; for the main thread."""
+        document = self.client.status()
+        server = SERVERS[document["service"]["reactors"] == "running"]
+        if not self.servers or server != self.servers[-1][0]:
+            if self.servers:
+                self._note(f"from now on {server} answer")
+            self.servers.append((server, time.monotonic()))
+        return _shares(self.tiers.add(document["models"][MODEL]))
 
     def _window(self, name: str) -> None:
         """Begin a window: from now on, requests count under `name`."""
         self.windows.append((name, time.monotonic()))
 
     def _after_delta(self, minute: int) -> None:
-        shares = _shares(self.tiers.add(self._status()))
+        shares = self._answers()
         if minute % max(1, self.size.minutes // 6) == 0:
             ms = self.freshness_s[-1] * 1e3
             self._note(f"minute {minute} of {self.size.minutes}: visible {ms:.0f} ms after its newest event; {shares}")
@@ -321,6 +330,12 @@ class Story:
     def _check_over(self, _: Progress) -> None:
         if self.over.is_set():
             raise TierstoreError("the demo was ended while a snapshot was loading")
+
+
+def _measured(parts: list[tuple[str, float]], samples: Samples) -> list[LatencyWindow]:
+    """What was seen in each part, but for those without a request. `parts`: (name, start), the last being the end."""
+    windows = [LatencyWindow.of(name, samples, start, end) for (name, start), (_, end) in pairwise(parts)]
+    return [window for window in windows if window.requests]
 
 
 def _shares(shares: dict[str, float]) -> str:

@@ -7,8 +7,8 @@ since 0.68 its content), but kernels inline helpers from other files. So the sta
 edit or an upgrade every kernel is compiled again, and none runs with an old helper inside.
 
 This module also chooses the directory for compiled kernels: one that already holds all kernels for this machine and version, otherwise the first that
-can be written. A wheel may carry compiled kernels (`carried.py`). If all are there, `compiled` reads each at import; otherwise a kernel is compiled
-at its first call, while other processes (`ahead.py`) compile the others.
+can be written. A wheel may carry compiled kernels (`carried.py`). If all are there, `compiled` reads each at import (a command reads those that it
+calls: `at_import`); otherwise a kernel is compiled at its first call, while other processes (`ahead.py`) compile the others.
 
 Several processes may compile the same kernel at once. Files for other sources, versions or processors have other names, and each process compiles the
 signatures of a kernel in the same order. So a file has the same code whichever process wrote it.
@@ -282,6 +282,7 @@ class _Target:
 
 
 must_keep = False  # whether a kernel that cannot be kept is an error; otherwise it is used anyway
+at_import = True  # whether kernels that are compiled already are read at import, so that no request waits for one; else at their first call
 awaited = False  # whether other processes are compiling the kernels of SOON; look-ups do without those meanwhile
 
 # Options of kernels that neither make arrays nor return any. The caller keeps the arguments alive, so numba need not count references to them; by
@@ -363,7 +364,7 @@ class compiled_c:
 
 def _add(entry: Entry) -> None:
     entries.append(entry)
-    if is_complete(entry.when):
+    if at_import and is_complete(entry.when):
         entry.build()
 
 
