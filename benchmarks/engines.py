@@ -1,12 +1,13 @@
 """Rows in a cluster, by the engine of its servers: `python -m benchmarks.engines [--tiny] [--server PATH …] [--json FILE]`.
 
-For each server (of Redis, Valkey or Kvrocks; by default that on the PATH) three masters on this machine, without replicas, and as the last
-one the disk tier of this process. All have the same rows of 64 bytes and answer the same look-ups of random keys, none of which
-memory has:
+For each server (of Redis, Valkey or Kvrocks; by default that on the PATH) three masters on this machine, without replicas: read by the
+tier alone, and by two nodes, each with a third of the disk that a version takes. As the last one the disk tier of a store. All have the
+same rows of 64 bytes and answer the same look-ups of random keys, which memory lacks:
 
-    load         rows a second of one writer, and bytes a row: of memory, or of disk where the engine has rows there
+    load         rows a second of one writer, and bytes a row: of memory, or of disk (of nodes: the most that one of them had)
     look-ups     of 16, 256 and 4,096 keys: processor time a key of the servers and of this process, p50 and p99
-    deltas       of 20,000 rows, one after the other: how long one takes, and p99 of look-ups of 256 keys beside them
+    deltas       of 20,000 rows, one after the other: how long one takes, and p50 and p99 of look-ups of 256 keys beside them
+    switch       p50 and p99 of look-ups of 256 keys beside the load of another version and the switch to it
     cold         4,096 keys after the system's cache of files was emptied, of what has rows on disk
 
 Answers are checked. Servers and clients share the processors, so wall times are of a machine that does both.
@@ -15,6 +16,7 @@ Answers are checked. Servers and clients share the processors, so wall times are
 from __future__ import annotations
 
 import io
+import itertools
 import os
 import sys
 import tempfile
@@ -35,6 +37,7 @@ from benchmarks.footprint import load
 from benchmarks.machine import describe
 from benchmarks.options import parser_of
 from tests.redis_cluster import SERVER, RedisCluster, engine, redis_cluster
+from tierstore.engine.store import Store
 from tierstore.tiers.machines import Options
 from tierstore.tiers.remote.cluster import connect
 from tierstore.tiers.remote.tier import RemoteTable
@@ -44,7 +47,8 @@ from tierstore.types import Tier
 DIM = 16  # float32: rows of 64 bytes
 ROW_BYTES = 4 * DIM
 BATCH, DELTA_ROWS, SIZES = 16384, 20_000, (16, 256, 4096)
-DELTA_KEYS = 256  # of a look-up beside deltas
+DELTA_KEYS = 256  # of a look-up beside changes
+MEMORY = "1MiB"  # of a store for rows, so that look-ups go beyond it
 Keys = npt.NDArray[np.int64]
 
 
@@ -65,6 +69,7 @@ class Contender:
     memory_row: float | None
     disk_row: float | None
     files: list[Path]
+    switch: Callable[[], None] | None = None
 
 
 @contextmanager
@@ -108,39 +113,96 @@ def on_engine(program: str, rows: int) -> Iterator[Contender]:
 
 @contextmanager
 def on_disk_tier(rows: int) -> Iterator[Contender]:
+    with _snapshots(rows) as (root, snapshots), tierstore.open(root / "data", host_budget=MEMORY) as store:
+        took, most = _timed_load([store], snapshots[0], [root / "data"])
+        yield _of_stores("tierstore's disk tier", [store], snapshots, [root / "data"], rows / took, most / rows)
+
+
+@contextmanager
+def on_nodes(program: str, rows: int) -> Iterator[Contender]:
+    """Two nodes over a cluster, with less disk than a version takes: each has a third of it for a load."""
+    with (
+        redis_cluster(replicas=0, program=program) as servers,
+        _snapshots(rows) as (root, snapshots),
+        ExitStack() as stack,
+    ):
+        homes, third = [root / "a", root / "b"], max(1 << 20, rows * (ROW_BYTES + 8) // 3)
+        stores = [
+            stack.enter_context(
+                tierstore.open(home, remote=servers.url, host_budget=MEMORY, load_disk=third, remote_timeout_s=120.0)
+            )
+            for home in homes
+        ]
+        took, most = _timed_load(stores, snapshots[0], homes)
+        name = f"two nodes over {connect_name(servers)}"
+        of = _of_stores(name, stores, snapshots, [], rows / took, most / rows)
+        of.processes += [one.process.pid for one in servers.servers if one.process is not None]
+        yield of
+
+
+def connect_name(servers: RedisCluster) -> str:
+    cluster = connect(servers.url)
+    try:
+        return str(cluster.engine)
+    finally:
+        cluster.close()
+
+
+@contextmanager
+def _snapshots(rows: int) -> Iterator[tuple[Path, list[Path]]]:
+    """A directory, and in it two versions of the same rows."""
     with tempfile.TemporaryDirectory(prefix="tierstore-bench-", dir=os.environ.get("TIERSTORE_BENCH_DIR")) as directory:
         root = Path(directory)
-        with tierstore.SnapshotWriter(root / "snapshot", model="engines", version=1) as snapshot:
-            table = snapshot.table("t", dim=DIM)
-            for start in range(0, rows, 1 << 18):
-                keys = np.arange(start, min(rows, start + (1 << 18)))
-                table.write(keys, vectors(keys))
-            snapshot.feature("t", table="t")
-        with tierstore.open(root / "data", host_budget="1MiB") as store:
-            began = time.perf_counter()
-            store.load_snapshot(root / "snapshot")
-            took, seqs = time.perf_counter() - began, iter(range(1, 1 << 30))
-            model = store.model("engines")
+        for version in (1, 2):
+            with tierstore.SnapshotWriter(root / f"v{version}", model="engines", version=version) as snapshot:
+                table = snapshot.table("t", dim=DIM)
+                for start in range(0, rows, 1 << 18):
+                    keys = np.arange(start, min(rows, start + (1 << 18)))
+                    table.write(keys, vectors(keys))
+                snapshot.feature("t", table="t")
+        yield root, [root / "v1", root / "v2"]
 
-            def fetch(keys: Keys) -> None:
-                if not np.array_equal(model.lookup("t", keys), vectors(keys)):
-                    raise AssertionError("the disk tier answers wrong rows")
 
-            def apply(keys: Keys) -> None:
-                with tierstore.DeltaWriter(sink := io.BytesIO(), model="engines", seq=next(seqs)) as delta:
-                    delta.upsert("t", keys, vectors(keys))
-                store.apply_delta(sink.getvalue())
+def _timed_load(stores: list[Store], snapshot: Path, homes: list[Path]) -> tuple[float, int]:
+    """The seconds of a load until all serve it, and the most bytes that one of their directories had meanwhile."""
+    most, began = 0, time.perf_counter()
 
-            yield Contender(
-                "tierstore's disk tier",
-                rows / took,
-                fetch,
-                apply,
-                [],
-                None,
-                _bytes(root / "data") / rows,
-                [root / "data"],
-            )
+    def progress(_: object) -> None:
+        nonlocal most
+        most = max(most, *map(_bytes, homes))
+
+    stores[0].load_snapshot(snapshot, progress=progress)
+    for store in stores[1:]:
+        while "engines" not in store.models() or store.model("engines").active_version is None:
+            time.sleep(0.01)
+    took = time.perf_counter() - began
+    progress(None)
+    return took, most
+
+
+def _of_stores(
+    name: str, stores: list[Store], snapshots: list[Path], files: list[Path], rows_s: float, disk_row: float
+) -> Contender:
+    """What stores answer, in turns; the first one takes what changes."""
+    seqs, turns, models = (
+        iter(range(1, 1 << 30)),
+        itertools.cycle(range(len(stores))),
+        [one.model("engines") for one in stores],
+    )
+
+    def fetch(keys: Keys) -> None:
+        if not np.array_equal(models[next(turns)].lookup("t", keys), vectors(keys)):
+            raise AssertionError(f"{name}: wrong rows")
+
+    def apply(keys: Keys) -> None:
+        with tierstore.DeltaWriter(sink := io.BytesIO(), model="engines", seq=next(seqs)) as delta:
+            delta.upsert("t", keys, vectors(keys))
+        stores[0].apply_delta(sink.getvalue())
+
+    def switch() -> None:
+        stores[0].load_snapshot(snapshots[1])
+
+    return Contender(name, rows_s, fetch, apply, [], None, disk_row, files, switch)
 
 
 def measure(of: Contender, rows: int, seconds: float, deltas: int) -> list[dict[str, Any]]:
@@ -163,30 +225,43 @@ def measure(of: Contender, rows: int, seconds: float, deltas: int) -> list[dict[
             "part": "look-ups", **one, "keys": size, "servers_us_a_key": (_cpu(of.processes) - servers) / keys * 1e6,
             "client_us_a_key": (time.process_time() - own) / keys * 1e6, **_percentiles(took),
         })  # fmt: skip
+    spent = list[float]()
+
+    def send() -> None:
+        for _ in range(deltas):
+            keys, began = rng.choice(rows, min(rows, DELTA_ROWS), replace=False), time.perf_counter()
+            of.apply(keys)
+            spent.append(time.perf_counter() - began)
+
+    took = _beside(of, rows, send)
+    found.append(
+        {"part": "deltas", **one, "a_delta_ms": float(np.median(spent)) * 1e3, **_percentiles(took or [np.nan])}
+    )
+    if of.switch is not None:
+        found.append({"part": "switch", **one, **_percentiles(_beside(of, rows, of.switch))})
+    if of.files:
+        _empty_cache(of.files)
+        (cold,) = _look(of, rng, rows, SIZES[-1], 0.0)
+        found.append({"part": "cold", **one, "keys": SIZES[-1], "ms": cold * 1e3})
+    return found
+
+
+def _beside(of: Contender, rows: int, change: Callable[[], None]) -> list[float]:
+    """The seconds of each look-up beside a change."""
     stop, took = threading.Event(), list[float]()
 
     def look() -> None:
         while not stop.is_set():
             took.extend(_look(of, np.random.default_rng(len(took)), rows, DELTA_KEYS, 0.0))
 
-    looking, spent = threading.Thread(target=look), []
+    looking = threading.Thread(target=look)
     looking.start()
     try:
-        for _ in range(deltas):
-            keys, began = rng.choice(rows, min(rows, DELTA_ROWS), replace=False), time.perf_counter()
-            of.apply(keys)
-            spent.append(time.perf_counter() - began)
+        change()
     finally:
         stop.set()
         looking.join()
-    found.append(
-        {"part": "deltas", **one, "a_delta_ms": float(np.median(spent)) * 1e3, **_percentiles(took or [np.nan])}
-    )
-    if of.files:
-        _empty_cache(of.files)
-        (cold,) = _look(of, rng, rows, SIZES[-1], 0.0)
-        found.append({"part": "cold", **one, "keys": SIZES[-1], "ms": cold * 1e3})
-    return found
+    return took
 
 
 def _look(of: Contender, rng: np.random.Generator, rows: int, size: int, seconds: float) -> list[float]:
@@ -236,10 +311,11 @@ def main() -> int:
     programs = [program for program in args.server if program]
     if not programs:
         document["skipped"].append("no redis-server is on the PATH: give --server PATH")
-    for contender in [*(on_engine(program, rows) for program in programs), on_disk_tier(rows)]:
+    on_engines = [on(program, rows) for program in programs for on in (on_engine, on_nodes)]
+    for contender in [*on_engines, on_disk_tier(rows)]:
         with contender as of:
             document["results"] += measure(of, rows, seconds, deltas)
-    document["results"].sort(key=lambda row: ("load", "look-ups", "deltas", "cold").index(row["part"]))
+    document["results"].sort(key=lambda row: ("load", "look-ups", "deltas", "switch", "cold").index(row["part"]))
     document |= {"rows": rows, "seconds_each": seconds, "deltas": deltas, "load_after": load()}
     print(report.markdown(document))
     report.write(args.json, document)

@@ -72,15 +72,15 @@ def produce(address: str, topic: str, per_s: float, seconds: float, seed: int, p
 class LookUps(threading.Thread):
     """Look-ups at a rate, and their milliseconds from the moment when each was due."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, per_s: float = LOOKUPS_PER_S) -> None:
         super().__init__(daemon=True)
-        self._client, self.stopping = tierstore.Client(url), threading.Event()
+        self._client, self._per_s, self.stopping = tierstore.Client(url), per_s, threading.Event()
         self.took_ms: list[float] = []
 
     def run(self) -> None:
         chance, due_s = np.random.default_rng(5), time.monotonic()
         while not self.stopping.is_set():
-            due_s += chance.exponential(1 / LOOKUPS_PER_S)
+            due_s += chance.exponential(1 / self._per_s)
             time.sleep(max(0.0, due_s - time.monotonic()))
             keys = (chance.pareto(0.3, int(chance.integers(20, 400))).clip(0, 1e12)).astype(np.int64) % KEYS
             began_s = time.monotonic()
@@ -91,9 +91,9 @@ class LookUps(threading.Thread):
 class Probes(threading.Thread):
     """Asks for the row of the probe. When a new one is seen, notes how old it is, and those before it that no answer showed."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, every_ms: float = 1000 / PROBES_PER_S) -> None:
         super().__init__(daemon=True)
-        self._client, self.stopping = tierstore.Client(url), threading.Event()
+        self._client, self._every_ms, self.stopping = tierstore.Client(url), round(every_ms), threading.Event()
         self.ages_ms: list[float] = []
 
     def run(self) -> None:
@@ -103,7 +103,7 @@ class Probes(threading.Thread):
             now_ms = time.time() * 1000
             moment_ms = int(row[0]) * 1_000_000 + int(row[1]) * 1000 + int(row[2])  # without what does not change
             if moment_ms != before:
-                passed = range(moment_ms, before, -round(1000 / PROBES_PER_S)) if 0 < before < moment_ms else ()
+                passed = range(moment_ms, before, -self._every_ms) if 0 < before < moment_ms else ()
                 self.ages_ms += [(now_ms - one) % 1_000_000_000 for one in passed]
                 before = moment_ms
 
@@ -119,9 +119,9 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def serve(root: Path, cluster: RealBrokers, topic: str) -> tuple[subprocess.Popen[str], str]:
+def serve(root: Path, cluster: RealBrokers, source: list[str]) -> tuple[subprocess.Popen[str], str]:
     command = [sys.executable, "-m", "tierstore", "serve", "--data", str(root / "data"), "--port", "0", "--grpc-port", "off",
-               "--kafka", cluster.address, "--kafka-rows", f"{topic}=ctr/item"]  # fmt: skip
+               "--kafka", cluster.address, *source]  # fmt: skip
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     return process, process.stdout.readline().split()[-1]
@@ -143,7 +143,7 @@ def run(minutes: float, per_minute: float, root: Path, cluster: RealBrokers) -> 
         writer.feature("item_id", table="item")
     with tierstore.open(root / "data") as store:
         store.load_snapshot(root / "ctr")
-    process, url = serve(root, cluster, topic)
+    process, url = serve(root, cluster, ["--kafka-rows", f"{topic}=ctr/item"])
     client = tierstore.Client(url)
     lookups_for(url, 10)
     before_s = cpu_s(process.pid)
