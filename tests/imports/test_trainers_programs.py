@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,70 +15,65 @@ from tierstore.imports.tables import import_table
 
 TENSORFLOW = Path(__file__).parents[2] / ".clients/tfs/bin/python"
 ROWS = np.arange(12, dtype=np.float32).reshape(4, 3)
-MADE_BY_TENSORFLOW = """
-import numpy, sys, tensorflow as tf
-rows = numpy.arange(12, dtype="f4").reshape(4, 3)
+KEYS = [70, 80, 90, 100]
+# variables, a hash table, and tensors by DeepRec's names of a table in two partitions
+WRITE_WITH_TENSORFLOW = """
+import numpy, tensorflow as tf
+rows, keys = numpy.arange(12, dtype="f4").reshape(4, 3), numpy.array([70, 80, 90, 100], "i8")
 module = tf.Module()
 module.item = tf.Variable(rows)
 module.table = tf.lookup.experimental.MutableHashTable(tf.int64, tf.float32, tf.zeros(3))
-module.table.insert(tf.constant([70, 80, 90, 100], tf.int64), rows)
-tf.train.Checkpoint(module=module).write(sys.argv[1] + "/checkpoint-1")
-tf.saved_model.save(module, sys.argv[1] + "/saved")
-parts = [rows[:2], rows[2:]]
-tf.raw_ops.SaveV2(prefix=sys.argv[1] + "/deeprec", tensor_names=["emb/part_%d-%s" % (i, what) for i in (0, 1) for what in ("keys", "values")],
-    shape_and_slices=[""] * 4, tensors=[one for i in (0, 1) for one in (numpy.array([7, 8], "i8") + 10 * i, parts[i])])
+module.table.insert(keys, rows)
+tf.train.Checkpoint(module=module).write("checkpoint-1")
+tf.saved_model.save(module, "saved")
+parts = {f"emb/part_{i}-{what}": of[2 * i : 2 * i + 2] for i in (0, 1) for what, of in (("keys", keys), ("values", rows))}
+tf.raw_ops.SaveV2(prefix="deeprec", tensor_names=list(parts), shape_and_slices=[""] * 4, tensors=list(parts.values()))
 """
+VARIABLE, TABLE = "item/.ATTRIBUTES/VARIABLE_VALUE", "module/table/.ATTRIBUTES/table"
+PARTS = "numpy.concatenate([checkpoint.get_tensor(f'emb/part_{i}-%s') for i in range(2)])"
 
 
-def program(path: Path, name: str, vectors: str = "") -> str:
-    """The program of a refusal, for the table `name`."""
+def program(path: Path, out: str) -> str:
+    """The program of the refusal of a file, which is made for it; it writes the array `out`."""
+    path.parent.mkdir(exist_ok=True, parents=True)
+    path.write_bytes(b"")
     with pytest.raises(SnapshotError, match="which is not read") as refused:
         import_table(path, model="ctr", table="item", out=path.parent / "s")
-    text = str(refused.value).partition("which is: ")[2].partition(", with ")[0].replace("NAME", name)
-    return text.replace("'item.npz', ", f"{str(path.parent / 'item.npz')!r}, ")
+    path.unlink()
+    text = str(refused.value).partition("which is: ")[2].partition(", with ")[0]
+    assert "'item.npz'" in text
+    return text.replace("item.npz", out)
 
 
-def rows_by(python: str, text: str, path: Path) -> dict[int, list[float]]:
-    subprocess.run([python, "-c", text], check=True, timeout=240, capture_output=True)
-    import_table(path.parent / "item.npz", model="ctr", table="item", out=path.parent / "s")
-    found = rows_of(path.parent / "s")
-    shutil.rmtree(path.parent / "s")
-    return found
+def imported(where: Path, name: str) -> dict[int, list[float]]:
+    import_table(where / f"{name}.npz", model="ctr", table="item", out=where / "snapshots" / name)
+    return rows_of(where / "snapshots" / name)
 
 
-@pytest.fixture(scope="module")
-def tensorflow(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if not TENSORFLOW.exists():
-        pytest.skip("TensorFlow is not installed: make client-venvs")
-    where = tmp_path_factory.mktemp("tensorflow")
-    subprocess.run([TENSORFLOW, "-c", MADE_BY_TENSORFLOW, where], check=True, timeout=240, capture_output=True)
-    return where
-
-
-@pytest.mark.parametrize("form", ["checkpoint-1.index", "saved"])
-def test_a_variable_of_tensorflow(tensorflow: Path, form: str) -> None:
-    name = "module/item/.ATTRIBUTES/VARIABLE_VALUE" if form != "saved" else "item/.ATTRIBUTES/VARIABLE_VALUE"
-    path = tensorflow / form
-    assert rows_by(str(TENSORFLOW), program(path, name), path) == dict(enumerate(ROWS.tolist()))
-
-
-def test_a_table_of_tensorflow_with_keys_of_its_own(tensorflow: Path) -> None:
-    path = tensorflow / "checkpoint-1.index"
-    name = "module/table/.ATTRIBUTES/table"
-    with_keys = program(path, f"{name}-values").replace(
-        "vectors=", f"keys=checkpoint.get_tensor('{name}-keys'), vectors="
-    )
-    assert rows_by(str(TENSORFLOW), with_keys, path) == dict(zip((70, 80, 90, 100), ROWS.tolist(), strict=True))
-    parts = "numpy.concatenate([checkpoint.get_tensor(f'emb/part_{i}-%s') for i in range(2)])"
-    text = program(tensorflow / "deeprec.index", "").partition("numpy.savez")[0]
-    text += f"numpy.savez({str(tensorflow / 'item.npz')!r}, keys={parts % 'keys'}, vectors={parts % 'values'})"
-    assert rows_by(str(TENSORFLOW), text, path) == dict(zip((7, 8, 17, 18), ROWS.tolist(), strict=True))
+@pytest.mark.skipif(not TENSORFLOW.exists(), reason="TensorFlow is not installed: make client-venvs")
+def test_tables_of_tensorflow(tmp_path: Path) -> None:
+    checkpoint, saved = tmp_path / "checkpoint-1.index", tmp_path / "saved/saved_model.pb"
+    deeprec = tmp_path / "deeprec.data-00000-of-00001"
+    programs = [
+        program(checkpoint, "variable.npz").replace("NAME", f"module/{VARIABLE}"),
+        program(saved, "saved.npz").replace("NAME", VARIABLE),
+        program(checkpoint, "table.npz").replace("vectors=", f"keys=checkpoint.get_tensor('{TABLE}-keys'), vectors=").replace("NAME", f"{TABLE}-values"),
+        program(deeprec, "parts.npz").replace("vectors=checkpoint.get_tensor('NAME')", f"keys={PARTS % 'keys'}, vectors={PARTS % 'values'}"),
+    ]  # fmt: skip
+    text = "\n".join([WRITE_WITH_TENSORFLOW, *programs])
+    subprocess.run([TENSORFLOW, "-c", text], cwd=tmp_path, check=True, timeout=240, capture_output=True)
+    by_number, by_key = dict(enumerate(ROWS.tolist())), dict(zip(KEYS, ROWS.tolist(), strict=True))
+    found = {name: imported(tmp_path, name) for name in ("variable", "saved", "table", "parts")}
+    assert found == {"variable": by_number, "saved": by_number, "table": by_key, "parts": by_key}
 
 
 def test_a_table_of_orbax(tmp_path: Path) -> None:
     pytest.importorskip("jax", reason="JAX, with which Orbax runs, is not installed")
     orbax = pytest.importorskip("orbax.checkpoint", reason="Orbax is not installed")
-    path = tmp_path / "checkpoint"
-    orbax.PyTreeCheckpointer().save(path, {"params": {"item": ROWS}})
-    text = program(path, "params").replace("['params']", "['params']['item']")
-    assert rows_by(sys.executable, text, path) == dict(enumerate(ROWS.tolist()))
+    text = program(tmp_path / "checkpoint/_CHECKPOINT_METADATA", "item.npz").replace("['NAME']", "['params']['item']")
+    (tmp_path / "checkpoint").rmdir()
+    orbax.PyTreeCheckpointer().save(tmp_path / "checkpoint", {"params": {"item": ROWS}})
+    with pytest.raises(SnapshotError, match="Orbax checkpoint, which is not read"):
+        import_table(tmp_path / "checkpoint", model="ctr", table="item", out=tmp_path / "s")
+    subprocess.run([sys.executable, "-c", text], cwd=tmp_path, check=True, timeout=240, capture_output=True)
+    assert imported(tmp_path, "item") == dict(enumerate(ROWS.tolist()))

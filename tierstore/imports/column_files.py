@@ -26,7 +26,7 @@ class ColumnSource(NamedTuple):
 
     schema: pa.Schema
     batches: Callable[[Sequence[str]], Iterator[pa.RecordBatch]]
-    count: Callable[[], int]
+    count_rows: Callable[[], int]
     is_ordered: bool = True
 
 

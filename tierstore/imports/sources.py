@@ -172,7 +172,7 @@ def rows_in(source: Any, version: AsOf | None = None) -> int:
                 total += (place.path / HUGECTR_KEYS).stat().st_size // 8
             elif place.kind in _COLUMNS:
                 with naming_rows(str(place.path)):
-                    total += _columns_of(place, version).count()
+                    total += _columns_of(place, version).count_rows()
             else:
                 return 0
     except (OSError, SnapshotError):
@@ -301,7 +301,7 @@ def _of_file(place: RowsPlace, wanted: Wanted) -> Iterator[Block]:
     try:
         chosen = _chosen(source.schema, wanted, dict(place.folders))
     except InvalidInput as error:
-        rows = source.count()
+        rows = source.count_rows()
         if rows and not (isinstance(error, NullColumn) and wanted.skip_nulls):
             raise
         return iter([Block(str(place.path), 0, KeyType.INT64, [], np.empty((0, 0)), left_out=rows)])
