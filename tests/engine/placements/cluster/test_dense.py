@@ -153,6 +153,17 @@ def marked(node: Store, seq: int) -> bool:
     return folded(node) and member(node).shared.pointer().marks.get(1, 0) == seq
 
 
+def lose_delta_2(cluster: RedisCluster, digest: str | None) -> None:
+    """Have the log end after delta 1, which has this digest, as if another server had it now."""
+    connected = connect(cluster.url)
+    shared = SharedModel(connected, "ctr")
+    connected.call("XDEL", shared._log, "2-0")
+    connected.call("XSETID", shared._log, "1-0")
+    words = ("seq", 1, "digest", f"1 {digest}", "mark:1", 1, "server", "0" * 40)
+    connected.call("HSET", shared._current, *words)
+    connected.close()
+
+
 def rows_alone(seq: int, stamp: int) -> bytes:
     return scenes.delta(seq, {table: (range(10), np.full((10, dim), stamp, np.float32)) for table, dim in DIMS})
 
@@ -169,12 +180,7 @@ def test_the_graph_of_a_delta_that_is_lost_goes_though_another_one_has_its_seq(
     digest = a.model("ctr").log.digest(1)
     a.close()
     refused.over.set()
-    connected = connect(cluster.url)
-    shared = SharedModel(connected, "ctr")
-    connected.call("XDEL", shared._log, "2-0")
-    connected.call("XSETID", shared._log, "1-0")
-    connected.call("HSET", shared._current, "seq", 1, "digest", f"1 {digest}")
-    connected.close()
+    lose_delta_2(cluster, digest)
     b, stamp = open_node("b"), 2 if with_graph else 1
     b.apply_delta(delta(2) if with_graph else rows_alone(2, 1))
     scenes.eventually(lambda: marked(b, 2), "it is in the rows", 60)
@@ -199,6 +205,21 @@ def test_a_graph_that_a_server_has_lost_comes_again_with_its_delta(open_node: Op
     assert stamp_of(open_node("b")) == 2
     a.rollback("ctr", to_seq=1)
     assert stamp_of(open_node("c")) == 1
+
+
+def test_a_graph_stays_when_all_rows_have_its_delta_and_the_log_has_lost_it(
+    open_node: OpenNode, cluster: RedisCluster, tmp_path: Path
+) -> None:
+    a = begun(open_node, tmp_path, 1, 2)
+    digest = a.model("ctr").log.digest(1)
+    a.close()
+    lose_delta_2(cluster, digest)
+    b = open_node("b")
+    scenes.eventually(lambda: "ctr" in b.models() and has_version(b, 1), "it serves", 60)
+    b.apply_delta(scenes.delta(3, {"user": ([400], np.zeros((1, 4), np.float32))}))
+    scenes.eventually(lambda: marked(b, 3), "the log goes on", 60)
+    assert stamp_of(b) == 2
+    assert stamp_of(open_node("c")) == 2
 
 
 def test_a_rollback_undoes_a_graph_whose_delta_no_row_has_yet(

@@ -283,18 +283,17 @@ class Ingester:
         """Have the cluster's dense parts of a version be those of its rows.
 
         A server may have lost those of deltas that the rows have; it has lost the mark then, which was written later.
-        Those of a delta that no row has may be of one that the log has lost, or that is to be undone.
+        Those of a delta that not all rows have may be of one that the log has lost, or that is to be undone.
         """
-        after = _mark(info, pointer)
-        self._shared.put_heads_back(epoch, info.number, after)
-        while after < self._reached[info.number]:
+        after, reached = _mark(info, pointer), self._reached[info.number]
+        self._shared.put_heads_back(epoch, info.number, max(after, reached))
+        while after < reached:
             entries = self._shared.read(after, BATCH)
             for entry in entries:
-                if entry.seq <= self._reached[info.number] and pointer.undone.range_of(entry.seq) is None:
-                    self._shared.put_heads(
-                        epoch, info.number, entry.seq, entry.digest, graphs_of(self._encode(info, entry))
-                    )
-            after = entries[-1].seq if entries else self._reached[info.number]
+                if entry.seq <= reached and pointer.undone.range_of(entry.seq) is None:
+                    graphs = graphs_of(self._encode(info, entry))
+                    self._shared.put_heads(epoch, info.number, entry.seq, entry.digest, graphs)
+            after = entries[-1].seq if entries else reached
 
     def _apply(self, writer: Writer, info: VersionInfo, entry: LogEntry, epoch: int, *, has_heads: bool) -> None:
         """Apply a delta to the rows. `has_heads`: the cluster has its dense parts, or newer ones, and a server has lost
