@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -18,6 +19,8 @@ from rich.console import Console
 from tierstore.demo import DemoReport, run
 from tierstore.demo.graph import can_predict
 from tierstore.demo.service import ServiceProcess
+from tierstore.demo.shop import MODEL
+from tierstore.demo.story import SERVERS, Story
 from tierstore.errors import NotReady
 
 
@@ -76,9 +79,23 @@ def test_the_report_is_complete_as_a_document_and_for_a_person(finished: tuple[D
     names = [window["name"] for window in document["windows"]]
     assert any("loading" in name for name in names)
     assert any("switching" in name for name in names)
+    assert 0 < sum(server["requests"] for server in document["servers"]) <= document["requests"]
+    assert "answered by" in text
     assert "0 mismatches of" in text
     assert "p99 ms" in text
     assert "\x1b" not in text, "no terminal, no colours"
+
+
+def test_it_says_who_answers_before_and_after_the_loops_are_compiled() -> None:
+    output, states = io.StringIO(), ["compiling", "compiling", "running", "running"]
+    told = object.__new__(Story)
+    told.servers, told.console = [], Console(file=output)
+    told.tiers = SimpleNamespace(add=lambda model: {"host": 1.0})  # type: ignore[assignment]
+    documents = iter([{"service": {"reactors": state}, "models": {MODEL: {}}} for state in states])
+    told.client = SimpleNamespace(status=lambda: next(documents))  # type: ignore[assignment]
+    assert [told._answers() for _ in states] == ["host 100%"] * 4
+    assert tuple(name for name, _ in told.servers) == SERVERS
+    assert output.getvalue().split() == f"from now on {SERVERS[1]} answer".split()
 
 
 def running_in(directory: Path) -> list[str]:

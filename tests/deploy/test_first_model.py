@@ -41,6 +41,7 @@ def settings_of(folder: str) -> tuple[dict[str, str], dict[str, Any]]:
     return {name: variables[ENV_PREFIX + name.upper()] for name in names}, mounts
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("nodes", "limits"), [(2, []), (1, ["--model", "ctr"])])
 def test_the_first_model_of_the_manifests_is_sent_with_a_token_that_may_load_it(
     tmp_path: Path, nodes: int, limits: list[str]
