@@ -79,10 +79,18 @@ class TableSource:
     def wanted(self) -> Wanted:
         """What is read of the source."""
         key_type = None if self.key_type is None else KeyType(self.key_type)
-        how = {"skip_nulls": self.on_null == "skip", "integers": self.integers, "has_default": self.default is not None}
-        order = self.on_duplicate == "last"
-        columns = self.key, self.vector, key_type, self.time_column
-        return Wanted(*columns, dim=self.dim, as_of=self.as_of, in_order=order, **how)
+        return Wanted(
+            self.key,
+            self.vector,
+            key_type,
+            self.time_column,
+            skip_nulls=self.on_null == "skip",
+            dim=self.dim,
+            integers=self.integers,
+            has_default=self.default is not None,
+            as_of=self.as_of,
+            in_order=self.on_duplicate == "last",
+        )
 
 
 @dataclass(frozen=True, slots=True)
