@@ -308,14 +308,15 @@ def test_a_node_that_has_lost_the_lease_leaves_the_dense_part_of_a_later_delta(
     apply, stands, go_on, ended = Ingester._apply, threading.Event(), threading.Event(), threading.Event()
 
     def apply_late(this: Ingester, *words: Any, **more: Any) -> None:
-        if stands.is_set():
-            return apply(this, *words, **more)
-        stands.set()
-        assert go_on.wait(60)
+        is_late = not stands.is_set()
+        if is_late:
+            stands.set()
+            assert go_on.wait(60)
         try:
-            return apply(this, *words, **more)
+            apply(this, *words, **more)
         finally:
-            ended.set()
+            if is_late:
+                ended.set()
 
     monkeypatch.setattr(Ingester, "_apply", apply_late)
     a.apply_delta(scenes.delta(1, dense=graph(2.0)))

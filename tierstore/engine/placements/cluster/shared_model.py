@@ -217,7 +217,7 @@ class SharedModel:
     @_reading
     def put_heads_back(self, epoch: int, number: int, after: int) -> None:
         """Put the dense parts back that deltas above `after` have replaced, and keep them no longer. Fenced."""
-        words = []
+        words: list[Any] = []
         for seq, head in self._kept_heads(number):
             if seq > after:
                 words += [seq, ""] if head is None else [f"{seq} {head}", dense_file(head)]
@@ -225,9 +225,11 @@ class SharedModel:
 
     def _kept_heads(self, number: int) -> list[tuple[int, str | None]]:
         """(seq of a delta, a head that it has replaced), the newest first; None for that of the delta itself."""
-        fields = [of.decode().split(" ", 1) for of in self._cluster.call("HKEYS", f"{self._base}heads:{number}")]
-        kept = [(_natural(seq), *(head or [None])) for seq, *head in fields]
-        return sorted(kept, key=lambda of: (-of[0], of[1] is None, of[1]))
+        kept: list[tuple[int, str | None]] = []
+        for field in self._cluster.call("HKEYS", f"{self._base}heads:{number}"):
+            seq, is_head, head = field.decode().partition(" ")
+            kept.append((_natural(seq), head if is_head else None))
+        return sorted(kept, key=lambda of: (-of[0], of[1] is None))
 
     def _change_heads(self, script: str, number: int, first: list[Any], words: list[Any]) -> None:
         keys = [self._lease, f"{self._base}files:{number}", f"{self._base}heads:{number}"]
