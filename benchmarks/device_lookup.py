@@ -49,11 +49,11 @@ from tierstore.errors import TierstoreError
 from tierstore.kernels.pool import check_offsets
 from tierstore.tiers.device.backend import NO_HOST, TEAM, Backend
 from tierstore.tiers.device.cupy_device import CudaDevice, find_devices
-from tierstore.tiers.device.lookup import LookUp, Pooling, Unwaited, to_device
+from tierstore.tiers.device.lookup import LookUp, PendingLookup, Pooling, to_device
 from tierstore.tiers.device.table import DeviceTable
 from tierstore.tiers.device.workspaces import ANSWERING, DeviceMemory
 from tierstore.tiers.host.table import HostTable
-from tierstore.types import Combiner, KeyType, StorageDtype, TableSpec, There, Tier
+from tierstore.types import Combiner, GpuArray, KeyType, StorageDtype, TableSpec, Tier
 
 THREADS, TABLES = 8, 26
 WORKSPACE_ROOM = 6 << 30  # of a budget, for workspaces of the size that they have at most
@@ -200,7 +200,7 @@ class Asking:
                 places[rng.permutation(batch)[: -(-batch // below)]] = rng.choice(elsewhere, -(-batch // below))
         self.keys: list[Any] = [scene.keys[places] for places in self.places]
         if there:
-            self.keys = [There.of(scene.backend, to_device(scene.memory, keys)) for keys in self.keys]
+            self.keys = [GpuArray.of(scene.backend, to_device(scene.memory, keys)) for keys in self.keys]
         self._delta = delta
         self._overlays = np.array([] if delta is None else [delta.words.ctypes.data], np.int64)
         self._filters = 0 if delta is None else delta.filter_bytes
@@ -211,12 +211,12 @@ class Asking:
         self.state[:] = 0
         scene, keys = self.scene, self.keys[call]
         return LookUp(
-            scene.table, keys, self.state, There.of(scene.backend, self.out), scene.fetch, host=scene.host,
+            scene.table, keys, self.state, GpuArray.of(scene.backend, self.out), scene.fetch, host=scene.host,
             overlays=self._overlays, filters=self._filters,
         )  # fmt: skip
 
-    def __call__(self, call: int, unwaited: Unwaited | None = None) -> None:
-        assert self.look_up(call).finish(unwaited)
+    def __call__(self, call: int, pending_lookup: PendingLookup | None = None) -> None:
+        assert self.look_up(call).finish(pending_lookup)
 
 
 def from_cpu_memory(
@@ -343,9 +343,9 @@ def in_stream(asking: Asking, calls: int, *, put_off: bool = True) -> Callable[[
     def ask(call: int) -> None:
         with backend.in_stream(getattr(stream, "_stream", stream)):
             for number in range(TABLES):
-                unwaited = Unwaited(lambda: nothing, nothing)
-                asking((call + number) % calls, unwaited if put_off else None)
-                assert unwaited.begun == put_off
+                pending_lookup = PendingLookup(lambda: nothing, nothing)
+                asking((call + number) % calls, pending_lookup if put_off else None)
+                assert pending_lookup.begun == put_off
         stream.synchronize()
 
     return ask
@@ -405,7 +405,7 @@ def tiered(backend: Backend, rows: int, dim: int, batch: int, rounds: int, calls
 
     def ours(call: int) -> None:
         state = np.zeros(batch, np.uint8)
-        assert LookUp(scene.table, asked[call], state, There.of(backend, out), scene.fetch, host=scene.host).finish()
+        assert LookUp(scene.table, asked[call], state, GpuArray.of(backend, out), scene.fetch, host=scene.host).finish()
         states.append(state)
 
     def host_alone(call: int) -> None:
@@ -454,7 +454,7 @@ def pooled(backend: Backend, torch: Any, rows: int, dim: int, bags: int, bag: in
 
     def ours(call: int) -> None:
         state[:] = 0
-        assert LookUp(scene.table, keys[call], state, There.of(backend, out), scene.fetch, pooling).finish()
+        assert LookUp(scene.table, keys[call], state, GpuArray.of(backend, out), scene.fetch, pooling).finish()
 
     def embedding_bag(call: int) -> None:
         module(torch.from_numpy(places[call]).cuda(), starts)

@@ -11,7 +11,7 @@ import pytest
 
 import tierstore
 from tierstore import threads
-from tierstore.engine.operations.aside import aside
+from tierstore.engine.operations.low_priority import low_priority
 from tierstore.threads import NEVER_S, OwnThreadCall, Pool, Scheduler, Thread, Timer
 from tierstore.tiers.background import in_background, is_background
 from tierstore.tiers.disk.reader_pool import ReaderPool
@@ -120,9 +120,9 @@ def test_long_work_aside_that_fails_says_why() -> None:
         def at_work(self, _: str) -> threading.Lock:
             return threading.Lock()
 
-    assert aside(Still(), "test", lambda stops: (is_background(), stops()), None) == (True, False)  # type: ignore[arg-type]
+    assert low_priority(Still(), "test", lambda stops: (is_background(), stops()), None) == (True, False)  # type: ignore[arg-type]
     with pytest.raises(KeyError):
-        aside(Still(), "test", lambda _: {}["x"], None)  # type: ignore[arg-type]
+        low_priority(Still(), "test", lambda _: {}["x"], None)  # type: ignore[arg-type]
 
 
 def test_nothing_starts_a_thread_otherwise() -> None:

@@ -196,7 +196,7 @@ def as_bags(feature: str, value: Any) -> Any:
 
 
 @dataclass(slots=True, eq=False)
-class There:
+class GpuArray:
     """A C-contiguous array in a GPU's memory, to be read or written after the work in the caller's stream."""
 
     array: Any  # of any library; kept, as the memory is its
@@ -205,7 +205,7 @@ class There:
     dtype: np.dtype[Any]
 
     @classmethod
-    def of(cls, backend: Any, array: Any) -> There:
+    def of(cls, backend: Any, array: Any) -> GpuArray:
         """An array from `empty` or `adopt` of a `Backend`."""
         return cls(array, backend.address_of(array), tuple(array.shape), array.dtype)
 

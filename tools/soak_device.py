@@ -22,11 +22,11 @@ import numpy as np
 from tests.tiers.devices import open_device, to_host
 from tierstore.engine.data.overlay import OverlayTable
 from tierstore.kernels.pool import pool_bags
-from tierstore.tiers.device.lookup import LookUp, Pooling, Unwaited, to_device
+from tierstore.tiers.device.lookup import LookUp, PendingLookup, Pooling, to_device
 from tierstore.tiers.device.table import DeviceTable
 from tierstore.tiers.device.workspaces import DeviceMemory
 from tierstore.tiers.host.table import HostTable
-from tierstore.types import Combiner, KeyType, StorageDtype, TableSpec, There, Tier
+from tierstore.types import Combiner, GpuArray, KeyType, StorageDtype, TableSpec, Tier
 
 DIM, KEYS, READERS = 12, 6000, 3
 STEP = 10_000  # between two writings of a row
@@ -107,11 +107,11 @@ class Soak:
         self, keys: np.ndarray, padding: int | None, bags: Pooling | None, *, in_stream: bool, early: bool, there: bool
     ) -> Any:
         """The answer, complete."""
-        ended, unwaited = threading.Event(), None
+        ended, pending_lookup = threading.Event(), None
         if in_stream:
             if not hasattr(self._own, "stream"):
                 self._own.stream = self.device.stream()
-            unwaited = Unwaited(lambda: ended.set, lambda _, states: self._count(states))
+            pending_lookup = PendingLookup(lambda: ended.set, lambda _, states: self._count(states))
         with (
             self.device.in_stream(getattr(self._own.stream, "_stream", self._own.stream))
             if in_stream
@@ -123,16 +123,16 @@ class Soak:
             state = np.zeros(len(keys), np.uint8)
             given: Any = keys
             if there:
-                given = There.of(self.device, to_device(self.table.device, keys))
+                given = GpuArray.of(self.device, to_device(self.table.device, keys))
             filters = sum(delta.filter_bytes for delta in deltas)
             look_up = LookUp(
-                self.table, given, state, There.of(self.device, out), self._below, bags, self.host, overlays, padding, filters
+                self.table, given, state, GpuArray.of(self.device, out), self._below, bags, self.host, overlays, padding, filters
             )  # fmt: skip
             if early and look_up.begin():
                 time.sleep(0)  # others get on
-            if not look_up.finish(unwaited):
+            if not look_up.finish(pending_lookup):
                 raise AssertionError(f"the device does not answer: {self.table.problem}")
-        if unwaited is None or not unwaited.begun:
+        if pending_lookup is None or not pending_lookup.begun:
             self._count(state)
         else:
             self.put_off += len(keys)

@@ -29,10 +29,10 @@ from tierstore.service.dataplane.plan import Plan, Request
 from tierstore.service.dataplane.planner import make_plan
 from tierstore.service.protocols.oip.json_request import parse_request
 from tierstore.service.protocols.oip.json_response import ResponseLayout
-from tierstore.service.reactor.lessons import HttpLesson, Lesson
+from tierstore.service.reactor.plan_sources import HttpPlanSource, PlanSource
 from tierstore.service.reactor.variants import is_runnable, variant_words
 from tierstore.service.rpc import oip_messages
-from tierstore.service.rpc.lesson import MessageLesson
+from tierstore.service.rpc.plan_source import MessagePlanSource
 from tierstore.service.rpc.protobuf import message_class
 from tierstore.tiers.host.table import HostTable
 from tierstore.types import Combiner, FeatureSpec, KeyType, StorageDtype, TableSpec, Tier
@@ -181,30 +181,32 @@ class Asked:
         self.outputs.append({"name": name, "parameters": {"binary_data": True, **parameters}})
 
 
-def planned(view: View, asked: Asked, form: int) -> tuple[Plan, Lesson]:
+def planned(view: View, asked: Asked, form: int) -> tuple[Plan, PlanSource]:
     """A request planned as the service does it, and what reactors learn from it."""
     if form == TENSORS:
         request = parse_request(memoryview(asked.document()), len(asked.tail))
         assert isinstance(request.request, Request)
         plan = make_plan(view, request.request)  # type: ignore[arg-type]
-        return plan, HttpLesson("m", None, memoryview(asked.document()), request, ResponseLayout(request, "m", plan))
+        return plan, HttpPlanSource(
+            "m", None, memoryview(asked.document()), request, ResponseLayout(request, "m", plan)
+        )
     message = asked.message()
     parts = oip_messages.split_message(message)
     parsed = oip_messages.parse_request(parts.meta, raw=bool(parts.raw))
-    return make_plan(view, parsed.request), MessageLesson(message, parsed)  # type: ignore[arg-type]
+    return make_plan(view, parsed.request), MessagePlanSource(message, parsed)  # type: ignore[arg-type]
 
 
 class Variant:
     """How requests of a structure are answered, learned from one of them."""
 
     def __init__(self, view: View, asked: Asked, form: int) -> None:
-        self.plan, lesson = planned(view, asked, form)
+        self.plan, plan_source = planned(view, asked, form)
         assert is_runnable(self.plan)
-        assert lesson.is_plain()
-        pieces = lesson.pieces(self.plan)
+        assert plan_source.is_plain()
+        pieces = plan_source.pieces(self.plan)
         assert pieces is not None
         counts = [0] * (1 + len(self.plan.calls))
-        self.words, self._kept = variant_words(1, self.plan, lesson, pieces, view, counts)
+        self.words, self._kept = variant_words(1, self.plan, plan_source, pieces, view, counts)
 
 
 class Ran:

@@ -39,7 +39,7 @@ def open_device(kind: str) -> Any:
 
 def to_host(array: Any) -> np.ndarray:
     """A NumPy array of an answer, wherever it lies."""
-    array = getattr(array, "array", array)  # of a `There`
+    array = getattr(array, "array", array)  # of a `GpuArray`
     return array if isinstance(array, np.ndarray) else array.get()
 
 

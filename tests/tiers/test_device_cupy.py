@@ -15,7 +15,7 @@ from tests.tiers.cuda_shim.cupy_stand_in import CUDARuntimeError, CupyStandIn, O
 from tests.tiers.devices import ReadTable, over_stand_in
 from tierstore.errors import InvalidInput
 from tierstore.tiers.device import cupy_device
-from tierstore.tiers.device.backend import Captured, DeviceError, OutOfDeviceMemory, lies_on_gpu
+from tierstore.tiers.device.backend import Captured, DeviceError, OutOfDeviceMemory, is_gpu_array
 from tierstore.tiers.device.cupy_device import find_devices
 from tierstore.tiers.device.workspaces import WORKSPACES, WRITING, DeviceMemory, Workspace
 from tierstore.types import KeyType, StorageDtype, TableSpec
@@ -92,7 +92,7 @@ def test_an_array_is_taken_from_another_library_on_this_device_only(cupy: CupySt
     ],
 )  # fmt: skip
 def test_what_lies_on_a_gpu_is_told_by_what_it_says_of_itself(values: Any, on_gpu: bool) -> None:
-    assert lies_on_gpu(values) is on_gpu
+    assert is_gpu_array(values) is on_gpu
 
 
 def test_while_others_capture_look_ups_and_deltas_go_on(cupy: CupyStandIn) -> None:

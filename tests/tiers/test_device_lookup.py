@@ -26,12 +26,12 @@ from tierstore.kernels.pool import pool_bags
 from tierstore.tiers.device import driver_calls, reports, round_trip
 from tierstore.tiers.device.backend import Captured, DeviceError, OutOfDeviceMemory
 from tierstore.tiers.device.later import Finisher
-from tierstore.tiers.device.lookup import PADDING, LookUp, Pooling, Unwaited, from_device, to_device
+from tierstore.tiers.device.lookup import PADDING, LookUp, PendingLookup, Pooling, from_device, to_device
 from tierstore.tiers.device.window import NOT_YET
 from tierstore.tiers.device.workspaces import ANSWERING, DeviceMemory
 from tierstore.tiers.host.sample import ALL, NOTHING, AccessSample
 from tierstore.tiers.host.table import HostTable
-from tierstore.types import Combiner, Keys, KeyType, States, StorageDtype, TableSpec, There, Tier, Vectors
+from tierstore.types import Combiner, GpuArray, Keys, KeyType, States, StorageDtype, TableSpec, Tier, Vectors
 from tools.soak_device import Soak
 
 RESIDENT = np.arange(0, 400, dtype=np.int64)
@@ -106,7 +106,7 @@ class Scene:
     ) -> np.ndarray:
         out = self.device.empty((len(keys) if bags is None else len(bags.offsets), self.spec.dim), dtype)
         assert LookUp(
-            self.table, keys, state, There.of(self.device, out), self.fetch, bags, host, overlays, padding
+            self.table, keys, state, GpuArray.of(self.device, out), self.fetch, bags, host, overlays, padding
         ).finish()
         return to_host(out)
 
@@ -460,7 +460,7 @@ def test_every_key_value_may_be_asked_for() -> None:
     scene.table.update(keys[:1], row_bytes_of(scene.spec, keys[:1]), np.ones(1, np.bool_))  # which forgets key 0
     out = scene.device.empty((len(keys), 4), np.float32)
     state = np.zeros(len(keys), np.uint8)
-    assert LookUp(scene.table, keys, state, There.of(scene.device, out), fetch).finish()
+    assert LookUp(scene.table, keys, state, GpuArray.of(scene.device, out), fetch).finish()
     assert sorted(seen[0]) == [limits.min, limits.min, -1, -1, limits.max]
     np.testing.assert_array_equal(out[1:, 0], (keys[1:] % 1000).astype(np.float32))
     np.testing.assert_array_equal(out[0], scene.default)
@@ -480,7 +480,7 @@ def test_a_bag_larger_than_a_workspace_is_left_to_the_cpu() -> None:
     out = scene.device.empty((1, 64), np.float32)
     bags = Pooling(np.zeros(1, np.int64), None, Combiner.SUM)
     assert not LookUp(
-        scene.table, keys, np.zeros(1000, np.uint8), There.of(scene.device, out), scene.fetch, bags
+        scene.table, keys, np.zeros(1000, np.uint8), GpuArray.of(scene.device, out), scene.fetch, bags
     ).finish()
 
 
@@ -492,7 +492,7 @@ def test_a_disk_that_fails_meanwhile_leaves_the_device_as_it_was() -> None:
 
     out = scene.device.empty((len(BELOW), 8), np.float32)
     with pytest.raises(StorageError, match="the disk failed"):
-        LookUp(scene.table, BELOW, np.zeros(len(BELOW), np.uint8), There.of(scene.device, out), fail).finish()
+        LookUp(scene.table, BELOW, np.zeros(len(BELOW), np.uint8), GpuArray.of(scene.device, out), fail).finish()
     assert scene.memory.held == 0
     again = scene.look_up(RESIDENT, np.float32, np.zeros(len(RESIDENT), np.uint8))
     np.testing.assert_array_equal(again, scene.rows(RESIDENT, np.float32))
@@ -512,7 +512,7 @@ def test_an_answer_is_not_written_before_the_callers_work_that_is_in_its_stream(
     stream.download(read, scene.device.address_of(out))
     with scene.device.in_stream(getattr(stream, "_stream", stream)):
         state = np.zeros(len(RESIDENT), np.uint8)
-        assert LookUp(scene.table, RESIDENT, state, There.of(scene.device, out), scene.fetch).finish()
+        assert LookUp(scene.table, RESIDENT, state, GpuArray.of(scene.device, out), scene.fetch).finish()
     np.testing.assert_array_equal(to_host(out), scene.rows(RESIDENT, np.float32))
     stream.synchronize()
     np.testing.assert_array_equal(read.view(np.float32).reshape(-1, 8), before)
@@ -537,12 +537,12 @@ def test_parts_of_a_look_up_overlap_and_are_all_given_back(kind: str, pooled: bo
         return scene.fetch(missing, dtype)
 
     out, state = scene.device.empty(expected.shape, np.float32), np.zeros(len(keys), np.uint8)
-    assert LookUp(scene.table, keys, state, There.of(scene.device, out), scene.fetch, bags).finish()
+    assert LookUp(scene.table, keys, state, GpuArray.of(scene.device, out), scene.fetch, bags).finish()
     np.testing.assert_array_equal(to_host(out), expected)
     assert (state[keys < len(RESIDENT)] == Tier.DEVICE).all()
     assert (state != Tier.PENDING).all()
     with pytest.raises(StorageError, match="the disk failed"):
-        LookUp(scene.table, keys, np.zeros(len(keys), np.uint8), There.of(scene.device, out), fetch, bags).finish()
+        LookUp(scene.table, keys, np.zeros(len(keys), np.uint8), GpuArray.of(scene.device, out), fetch, bags).finish()
     assert held == [2] * 12
     assert scene.memory.held == 0
     if isinstance(scene.device, ShimDevice):
@@ -562,7 +562,7 @@ def test_look_ups_that_have_begun_together_are_finished_one_after_the_other(kind
         if bags is not None:
             expected = pool_bags(expected, bags.offsets, None, None, bags.combiner)
         out, state = scene.device.empty(expected.shape, np.float32), np.zeros(len(keys), np.uint8)
-        look_up = LookUp(scene.table, keys, state, There.of(scene.device, out), scene.fetch, bags, host)
+        look_up = LookUp(scene.table, keys, state, GpuArray.of(scene.device, out), scene.fetch, bags, host)
         assert look_up.begin() == (number < ANSWERING)
         begun.append((look_up, keys, state, expected))
     assert scene.memory.held == ANSWERING
@@ -593,7 +593,7 @@ def test_threads_with_several_look_ups_at_once_never_wait_for_each_other() -> No
             look_ups = []
             for n in (100, 2500, 100, 2500):
                 keys, out = rng.integers(0, LAST, n), scene.device.empty((n, 8), np.float32)
-                look_up = LookUp(scene.table, keys, np.zeros(n, np.uint8), There.of(scene.device, out), fetch)
+                look_up = LookUp(scene.table, keys, np.zeros(n, np.uint8), GpuArray.of(scene.device, out), fetch)
                 look_ups.append((look_up, scene.rows(keys, np.float32)))
             for look_up, expected in sorted(look_ups, key=lambda one: not one[0].begin()):
                 if not look_up.finish() or not np.array_equal(to_host(look_up.out), expected):
@@ -615,7 +615,7 @@ def test_a_look_up_begins_only_where_it_can_end() -> None:
     def begins(keys: Keys) -> bool:
         out = scene.device.empty((len(keys), 8), np.float32)
         return LookUp(
-            scene.table, keys, np.zeros(len(keys), np.uint8), There.of(scene.device, out), scene.fetch
+            scene.table, keys, np.zeros(len(keys), np.uint8), GpuArray.of(scene.device, out), scene.fetch
         ).begin()
 
     assert not begins(BELOW[:0])
@@ -624,7 +624,7 @@ def test_a_look_up_begins_only_where_it_can_end() -> None:
     assert begins(BELOW[:9])
     scene.device.broken = True
     out, state = scene.device.empty((9, 8), np.float32), np.zeros(9, np.uint8)
-    look_up = LookUp(scene.table, BELOW[:9], state, There.of(scene.device, out), scene.fetch)
+    look_up = LookUp(scene.table, BELOW[:9], state, GpuArray.of(scene.device, out), scene.fetch)
     assert look_up.begin()
     assert not look_up.finish()
     assert scene.table.problem is not None
@@ -671,24 +671,24 @@ class Caller:
             self.told.append((keys.tolist(), states.tolist()))
             return int((states == Tier.HOST).sum())
 
-        unwaited = Unwaited(self.hold, after)
+        pending_lookup = PendingLookup(self.hold, after)
         state = np.zeros(len(keys), np.uint8)
         with device.in_stream(getattr(self.stream, "_stream", self.stream)):
             assert LookUp(
                 scene.table,
                 keys,
                 state,
-                There.of(scene.device, out),
+                GpuArray.of(scene.device, out),
                 fetch or scene.fetch,
                 bags,
                 host,
                 overlays,
                 padding,
                 filters,
-            ).finish(unwaited)
+            ).finish(pending_lookup)
         self._read.append(read)
         self.stream.download(read, device.address_of(out))
-        return read.view(dtype).reshape(out.shape), unwaited.begun
+        return read.view(dtype).reshape(out.shape), pending_lookup.begun
 
     def is_through(self) -> None:
         """Wait for the stream, and until everything is given back."""
@@ -732,7 +732,7 @@ def test_an_answer_is_complete_in_the_order_of_the_callers_stream(kind: str, poo
     asked = keys.copy()
     if there:
         array = to_device(scene.memory, asked)
-        given_keys: Any = There.of(scene.device, array)
+        given_keys: Any = GpuArray.of(scene.device, array)
     else:
         given_keys = asked
     answer, put_off = caller.ask(
@@ -776,7 +776,7 @@ def test_offsets_on_the_device_that_do_not_fit_are_an_error_and_their_bags_are_n
     fit = (bounds[:-1] >= 0) & (bounds[:-1] <= bounds[1:]) & (bounds[1:] <= len(keys))
     fit[0] &= starts[0] == 0
     arrays = [to_device(scene.memory, array) for array in (keys, starts)]
-    there, starts_there = (There.of(scene.device, array) for array in arrays)
+    there, starts_there = (GpuArray.of(scene.device, array) for array in arrays)
     bags, caller, match = Pooling(starts_there, None, Combiner.SUM), Caller(scene), "offsets on the GPU: the first is 0"
     if in_stream:
         answer, put_off = caller.ask(there, bags=bags)
@@ -789,7 +789,7 @@ def test_offsets_on_the_device_that_do_not_fit_are_an_error_and_their_bags_are_n
         out = scene.device.empty((len(starts), 8), np.float32)
         with pytest.raises(InvalidInput, match=match):
             LookUp(
-                scene.table, there, np.zeros(len(keys), np.uint8), There.of(scene.device, out), scene.fetch, bags
+                scene.table, there, np.zeros(len(keys), np.uint8), GpuArray.of(scene.device, out), scene.fetch, bags
             ).finish()
     assert scene.asked == []
     assert scene.memory.held == 0
@@ -811,7 +811,7 @@ def test_bags_whose_keys_offsets_and_weights_are_on_the_device_are_as_those_from
     offsets = np.sort(np.append([0, 0, n, n], rng.integers(0, n, n // 8)))
     weights = rng.normal(size=n).astype(np.float32)
     of = [to_device(scene.memory, array) for array in (keys, offsets, weights)]
-    there, starts, factors = (There.of(scene.device, array) for array in of)
+    there, starts, factors = (GpuArray.of(scene.device, array) for array in of)
     for weighted, padding in (False, None), (True, PADDING_KEY):
         counted = keys != (-1 if padding is None else padding)
         rows = scene.rows(keys, np.float32)
@@ -820,7 +820,7 @@ def test_bags_whose_keys_offsets_and_weights_are_on_the_device_are_as_those_from
         if waited:
             out, state = scene.device.empty(expected.shape, np.float32), np.zeros(n, np.uint8)
             assert LookUp(
-                scene.table, there, state, There.of(scene.device, out), scene.fetch, bags, padding=padding
+                scene.table, there, state, GpuArray.of(scene.device, out), scene.fetch, bags, padding=padding
             ).finish()
             answer = to_host(out)
             assert (state[counted & (keys < len(RESIDENT))] == Tier.DEVICE).all()
@@ -905,7 +905,7 @@ def test_what_a_look_up_holds_is_released_when_the_device_fails_before_its_end()
     scene.device.broken = True
     out = scene.device.empty((1, 8), np.float32)
     assert not LookUp(
-        scene.table, RESIDENT[:1], np.zeros(1, np.uint8), There.of(scene.device, out), scene.fetch
+        scene.table, RESIDENT[:1], np.zeros(1, np.uint8), GpuArray.of(scene.device, out), scene.fetch
     ).finish()
     caller.has_released()
     scene.memory.close()
@@ -945,7 +945,7 @@ def test_a_look_up_of_which_the_driver_refuses_any_call_leaves_the_stream_free(p
     while not put_off:
         refused += 1
         scene = Scene(8, StorageDtype.FLOAT32)
-        caller, there = Caller(scene), There.of(scene.device, to_device(scene.memory, BELOW))
+        caller, there = Caller(scene), GpuArray.of(scene.device, to_device(scene.memory, BELOW))
         bags = Pooling(np.arange(0, len(BELOW), 10), None, Combiner.SUM) if pooled else None
         kept = refuse(scene.memory.driver.calls, refused)
         try:
@@ -988,7 +988,7 @@ def test_rows_come_although_another_thread_waits_for_the_stream_inside_the_drive
     """Freeing memory may be such a wait. It lets no other thread into the driver."""
     scene = Scene(8, StorageDtype.FLOAT32)
     caller, keys = Caller(scene), np.concatenate([RESIDENT[:30], BELOW[:50]])
-    given = There.of(scene.device, to_device(scene.memory, keys)) if there else keys
+    given = GpuArray.of(scene.device, to_device(scene.memory, keys)) if there else keys
     offsets = np.arange(0, len(keys), 10)
     bags = Pooling(offsets, None, Combiner.SUM) if pooled else None
     add = caller.stream._add
@@ -1063,7 +1063,7 @@ def test_keys_on_the_device_are_let_go_by_a_caller_while_the_thread_reads_rows_o
         assert go_on.wait(60)
         return scene.fetch(keys, dtype)
 
-    keys = There.of(scene.device, to_device(scene.memory, RESIDENT))
+    keys = GpuArray.of(scene.device, to_device(scene.memory, RESIDENT))
     weakref.finalize(keys.array, lambda: gone.append(threading.current_thread()))
     scene.device.still = True
     caller.ask(BELOW, fetch=slow)
@@ -1169,12 +1169,12 @@ def test_a_look_up_that_is_abandoned_or_cannot_read_rows_does_not_wait_for_strea
 
     caller.ask(BELOW, fetch=slow)
     out, state = scene.device.empty((len(RESIDENT), 8), np.float32), np.zeros(len(RESIDENT), np.uint8)
-    look_up = LookUp(scene.table, RESIDENT, state, There.of(scene.device, out), scene.fetch)
+    look_up = LookUp(scene.table, RESIDENT, state, GpuArray.of(scene.device, out), scene.fetch)
     assert look_up.begin()
     look_up.abandon()
     assert scene.memory.held == 1
     with pytest.raises(StorageError, match="the disk failed"):
-        LookUp(scene.table, RESIDENT + BELOW[0], state, There.of(scene.device, out), fail).finish()
+        LookUp(scene.table, RESIDENT + BELOW[0], state, GpuArray.of(scene.device, out), fail).finish()
     assert scene.memory.held == 1
     go_on.set()
     caller.is_through()
@@ -1330,7 +1330,7 @@ def test_a_device_that_fails_is_passed_over() -> None:
     scene.device.broken = True
     out = scene.device.empty((len(RESIDENT), 8), np.float32)
     assert not LookUp(
-        scene.table, RESIDENT, np.zeros(len(RESIDENT), np.uint8), There.of(scene.device, out), scene.fetch
+        scene.table, RESIDENT, np.zeros(len(RESIDENT), np.uint8), GpuArray.of(scene.device, out), scene.fetch
     ).finish()
     assert "fell off the bus" in str(scene.table.stats()["problem"])
     scene.device.broken = False

@@ -69,7 +69,13 @@ class PlanIndex(Protocol):
     """The plans by which a reactor answers."""
 
     def learn(
-        self, model: str, view: Any, version: int | str | None, plan: Any, lesson: Any, refusal: bytes | None = None
+        self,
+        model: str,
+        view: Any,
+        version: int | str | None,
+        plan: Any,
+        plan_source: Any,
+        refusal: bytes | None = None,
     ) -> None: ...
     def learn_rows(self, model: str, view: Any, table: str, path: str, line: str) -> None: ...
 

@@ -27,7 +27,7 @@ from tierstore.formats.managed_collisions import MCH, MCH_FREE, MCH_IDS
 from tierstore.torch import operators
 from tierstore.torch.hashing import HashKeys
 from tierstore.torch.tables import check_forward, check_mode, managed_collisions_of, padding_of, tables_of, unwrapped
-from tierstore.types import KeyType, There, check_end
+from tierstore.types import GpuArray, KeyType, check_end
 
 _DTYPES = ("float32", "float16")
 _IDS_TRIED = 64  # of a module with managed collisions
@@ -464,7 +464,7 @@ def _there(values: Any, keys: torch.Tensor) -> Any:
     if (dtype := _TAKEN.get(values.dtype)) is None:
         return values
     values = values.contiguous()
-    return There(values, values.data_ptr(), tuple(values.shape), dtype)
+    return GpuArray(values, values.data_ptr(), tuple(values.shape), dtype)
 
 
 def _array(values: Any) -> Any:

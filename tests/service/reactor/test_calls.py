@@ -26,8 +26,8 @@ from tierstore.reactor import calls as reactor_calls
 from tierstore.reactor import layout as kernel
 from tierstore.service.dataplane.planner import make_plan
 from tierstore.service.reactor import cold_reads
-from tierstore.service.rpc.lesson import MessageLesson
 from tierstore.service.rpc.oip_messages import parse_request, split_message
+from tierstore.service.rpc.plan_source import MessagePlanSource
 from tierstore.service.rpc.protobuf import message_class
 from tierstore.service.server import ServerThread
 from tierstore.wire.http1 import head as http1_head
@@ -67,7 +67,7 @@ class Calls:
         parsed = parse_request(parts.meta, raw=bool(parts.raw))
         view = self.store.model(parsed.model).publisher.served.choose(parsed.model, parsed.version, None)
         plan = make_plan(view, parsed.request)
-        self.service.plans.learn(parsed.model, view, parsed.version, plan, MessageLesson(message, parsed))
+        self.service.plans.learn(parsed.model, view, parsed.version, plan, MessagePlanSource(message, parsed))
 
     def give(self, message: bytes, host: bytes = HOST, authorization: bytes = b"", unusual: int = 0, timeout_ms: int = 0,
              since_ns: int = 0) -> int:  # fmt: skip

@@ -482,7 +482,7 @@ def test_files_are_closed_and_opened_again_under_look_ups_that_read_them(tmp_pat
             with askers(3, ask):
                 for _ in range(30):
                     before, by_reactors = answered.total(), reactor_answers(server)
-                    disk.let_go(store.epochs.once_unread)
+                    disk.close_idle_files(store.epochs.once_unread)
                     eventually(lambda: answered.total() > before, "they are answered")  # noqa: B023
                     eventually(lambda: reactor_answers(server) > by_reactors, "by reactors again")  # noqa: B023
             served.remaining()

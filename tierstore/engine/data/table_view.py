@@ -21,7 +21,7 @@ from tierstore.lookup.plans import TABLE
 from tierstore.lookup.table_rows import NOT_POOLED
 from tierstore.tiers.background import yield_if_background
 from tierstore.tiers.device.lookup import LookUp, Pooling, from_device, look_up_into
-from tierstore.types import Keys, Rows, States, There, Tier, Vectors
+from tierstore.types import GpuArray, Keys, Rows, States, Tier, Vectors
 
 DTYPES = np.dtype(np.float32), np.dtype(np.float16)  # of answers, by their codes
 _BYTES = np.dtype(np.uint8)
@@ -123,12 +123,12 @@ class TableView:
 
     def on_device(
         self,
-        keys: Keys | There,
+        keys: Keys | GpuArray,
         state: States,
         dtype: Any,
         bags: Pooling | None,
         padding: int | None,
-        out: There | None,
+        out: GpuArray | None,
     ) -> LookUp | None:
         """A look-up of rows, or pooled bags, into `out` or a new array of `dtype` on the device; None if there is no
         device tier, or no room for a new array.
@@ -144,7 +144,7 @@ class TableView:
             out, cache, keys, state, dtype, below, bags, table.host, self._addresses, padding, self.filters
         )
 
-    def count_on_device(self, keys: Keys | There, state: States) -> int:
+    def count_on_device(self, keys: Keys | GpuArray, state: States) -> int:
         """Count, and promote, what `on_device` has answered.
 
         Returns how many keys the host tier has answered.
@@ -152,7 +152,7 @@ class TableView:
         table = self.table
         from_host = table.count(state, 0)
         if from_host and table.offer is not None and table.device is not None:
-            table.offer(from_device(table.device.device, keys) if isinstance(keys, There) else keys, state)
+            table.offer(from_device(table.device.device, keys) if isinstance(keys, GpuArray) else keys, state)
         return from_host
 
     def overlaid(self, keys: Keys) -> np.ndarray:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from tierstore.engine.deltas.log import DeltaLog
 from tierstore.engine.model import Model
-from tierstore.engine.operations.aside import aside
+from tierstore.engine.operations.low_priority import low_priority
 from tierstore.engine.versions.info import VersionInfo
 from tierstore.errors import Closed, Conflict, Corruption, StorageError
 from tierstore.formats import files
@@ -47,7 +47,7 @@ def backup(
     """See `Store.backup`; `target` was checked by `new_target`."""
     _check(model, keep)
     throttle = model.state.shared.throttle
-    return aside(throttle, "backup", lambda stops: _backup(model, target, keep, progress, stops), cancelled)
+    return low_priority(throttle, "backup", lambda stops: _backup(model, target, keep, progress, stops), cancelled)
 
 
 def _check(model: Model, keep: int) -> None:

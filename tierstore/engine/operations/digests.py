@@ -18,7 +18,7 @@ import numpy.typing as npt
 import xxhash
 
 from tierstore.engine.model import Model
-from tierstore.engine.operations.aside import aside
+from tierstore.engine.operations.low_priority import low_priority
 from tierstore.engine.operations.moment import ServedMoment, check_goes_on, moment_of
 from tierstore.errors import InvalidInput
 from tierstore.formats.keys import partition_of
@@ -71,7 +71,7 @@ def digests(
             tables = None if at_another else _tables(moment, buckets, listed, expired_at_s, goes_on)
             return found | {"tables": tables}
 
-    return aside(throttle, "comparison", work, None)
+    return low_priority(throttle, "comparison", work, None)
 
 
 def _tables(

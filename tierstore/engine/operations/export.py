@@ -22,8 +22,8 @@ import pyarrow as pa
 
 from tierstore.engine.deltas.dense import recorded
 from tierstore.engine.model import Model
-from tierstore.engine.operations.aside import aside
 from tierstore.engine.operations.golden import examples_of, index_of
+from tierstore.engine.operations.low_priority import low_priority
 from tierstore.engine.operations.moment import ServedMoment, check_goes_on, moment_of
 from tierstore.engine.reads.view import View
 from tierstore.engine.versions.hot_keys import load_keys
@@ -73,7 +73,7 @@ def export(
     """See `Store.export`; `target` was checked by `new_target`; `scratch` holds files on their way to a URL."""
     work = _export if options.partitions is None else _export_built
     with _made(target) if isinstance(target, Path) else contextlib.nullcontext():
-        return aside(
+        return low_priority(
             model.state.shared.throttle,
             "export",
             lambda stops: work(model, target, options, scratch, progress, stops),

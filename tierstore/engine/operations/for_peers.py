@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from tierstore.engine.model import Model
-from tierstore.engine.operations.aside import aside
 from tierstore.engine.operations.backup import SCRATCH, entry_of, files_of, make_image
+from tierstore.engine.operations.low_priority import low_priority
 from tierstore.errors import Closed, Conflict, InvalidInput, NotFound, StorageError, TierstoreError
 from tierstore.formats import files
 from tierstore.formats.backups import Backup, BackupFile
@@ -82,7 +82,7 @@ class Image:
         model = self.model
         try:
             with scratch_directory(model.where.root, SCRATCH) as scratch:
-                aside(model.state.shared.throttle, "image", lambda _: self._make(scratch / "image"), self._ended)
+                low_priority(model.state.shared.throttle, "image", lambda _: self._make(scratch / "image"), self._ended)
                 with self._changed:
                     while (remaining_s := self.used_s + HOLD_S - time.monotonic()) > 0 and not self._ended.is_set():
                         self._changed.wait(remaining_s)

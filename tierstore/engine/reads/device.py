@@ -18,10 +18,10 @@ from tierstore.engine.reads.lookup import BagLookup, Lookup
 from tierstore.engine.versions.version import Version
 from tierstore.errors import InvalidInput, NotReady
 from tierstore.formats.key_hash import form_of
-from tierstore.tiers.device.backend import Captured, lies_on_gpu
+from tierstore.tiers.device.backend import Captured, is_gpu_array
 from tierstore.tiers.device.gpu import Gpu
-from tierstore.tiers.device.lookup import PADDING, LookUp, Pooling, Unwaited
-from tierstore.types import KeyHash, Keys, KeyType, States, There, Tier, TrainerHash
+from tierstore.tiers.device.lookup import PADDING, LookUp, PendingLookup, Pooling
+from tierstore.types import GpuArray, KeyHash, Keys, KeyType, States, Tier, TrainerHash
 
 Hold = Callable[[], Callable[[], None]]  # holds a view, and returns what releases it
 _FILTERS = 4  # filters of deltas take at most one part of so many
@@ -38,10 +38,10 @@ class DeviceLookup:
     __slots__ = ("_bags", "_code", "_codes", "_feature", "_gpu", "_look_up", "_out", "_state", "array")
 
     def __init__(
-        self, gpu: Gpu, feature: FeatureView, codes: Keys | There, bags: Pooling | None, code: int, out: Any = None
+        self, gpu: Gpu, feature: FeatureView, codes: Keys | GpuArray, bags: Pooling | None, code: int, out: Any = None
     ) -> None:
         self._gpu, self._feature, self._codes, self._bags, self._code = gpu, feature, codes, bags, code
-        self._out: There | None = None
+        self._out: GpuArray | None = None
         if out is not None:
             shape = len(codes) if bags is None else len(bags.offsets), feature.dim
             self._out = room_there(gpu, out, shape, code)
@@ -88,16 +88,16 @@ class DeviceLookup:
         """
         if self._look_up is None:
             self._prepare()
-        rows, look_up, unwaited = self._feature.rows, self._look_up, None
+        rows, look_up, pending_lookup = self._feature.rows, self._look_up, None
         if hold is not None and rows.table.own is None:  # keys of other nodes are an error, to be raised at once
-            unwaited = Unwaited(hold, rows.count_on_device)
+            pending_lookup = PendingLookup(hold, rows.count_on_device)
         try:
-            if look_up is None or not look_up.finish(unwaited):
+            if look_up is None or not look_up.finish(pending_lookup):
                 self._from_below()
                 return
         except Captured as error:
             raise NotReady(str(error)) from error
-        if unwaited is None or not unwaited.begun:
+        if pending_lookup is None or not pending_lookup.begun:
             rows.count_on_device(self._codes, self._state)
         self.array = look_up.take()
 
@@ -113,7 +113,7 @@ class DeviceLookup:
 
     def _from_below(self) -> None:
         feature, codes, bags, code = self._feature, self._codes, self._bags, self._code
-        if isinstance(codes, There):
+        if isinstance(codes, GpuArray):
             codes = self._gpu.to_host(codes)
         if bags is not None:
             assert self._gpu.memory is not None
@@ -161,7 +161,7 @@ class OfCaller:
             raise NotReady(str(error)) from error
 
 
-def keys_there(gpu: Gpu, keys: Any, feature: FeatureView) -> There | None:
+def keys_there(gpu: Gpu, keys: Any, feature: FeatureView) -> GpuArray | None:
     """Codes of keys on the GPU, to be looked up there; None if the CPU must see the keys.
 
     It must if they may be out of range or are hashed as a trainer does, or if deltas that are not in the tiers yet are
@@ -177,12 +177,12 @@ def keys_there(gpu: Gpu, keys: Any, feature: FeatureView) -> There | None:
     return mine if mine is None else replace(mine, dtype=_INT64)
 
 
-def there(gpu: Gpu, array: Any, dtype: np.dtype[Any], how: KeyHash | None = None) -> There | None:
+def there(gpu: Gpu, array: Any, dtype: np.dtype[Any], how: KeyHash | None = None) -> GpuArray | None:
     """An array [n] of `dtype` on the GPU, to be read in place; None if it is none.
 
     Of narrower integers, and where there is a hash, their codes int64[n].
     """
-    if not lies_on_gpu(array):
+    if not is_gpu_array(array):
         return None
     mine = gpu.there(array)
     if len(mine.shape) != 1:
@@ -193,10 +193,10 @@ def there(gpu: Gpu, array: Any, dtype: np.dtype[Any], how: KeyHash | None = None
     return gpu.codes(mine, *form_of(how)) if set(kinds) <= {"i", "u"} and np.can_cast(mine.dtype, dtype) else None
 
 
-def room_there(gpu: Gpu, out: Any, shape: tuple[int, int], code: int) -> There:
+def room_there(gpu: Gpu, out: Any, shape: tuple[int, int], code: int) -> GpuArray:
     """The caller's `out` on the GPU, checked for an answer of that shape. InvalidInput."""
     got = "one in CPU memory" if isinstance(out, np.ndarray) else repr(type(out).__name__)
-    if lies_on_gpu(out):
+    if is_gpu_array(out):
         mine = gpu.there(out, in_place=True)
         if mine.shape == shape and mine.dtype == DTYPES[code]:
             return mine

@@ -16,7 +16,7 @@ from tierstore.formats.trainer_hash import RowNumbers
 from tierstore.kernels.codec import all_finite
 from tierstore.kernels.pool import check_offsets
 from tierstore.tiers.device.lookup import Pooling
-from tierstore.types import Combiner, FeatureSpec, Keys, KeysLike, There, TrainerHash, Vectors, weights_of
+from tierstore.types import Combiner, FeatureSpec, GpuArray, Keys, KeysLike, TrainerHash, Vectors, weights_of
 
 _CODES = {str(dtype): code for code, dtype in enumerate(DTYPES)}
 _COMBINERS = {combiner.value: combiner for combiner in Combiner}
@@ -49,14 +49,14 @@ class FeatureView:
     def bags(
         self,
         n: int,
-        offsets: npt.ArrayLike | There,
-        weights: npt.ArrayLike | There | None = None,
+        offsets: npt.ArrayLike | GpuArray,
+        weights: npt.ArrayLike | GpuArray | None = None,
         combiner: str | None = None,
     ) -> Pooling:
         """The pooling of `n` keys, checked but for what is on the GPU. InvalidInput."""
         how = self._combiner(combiner)
-        factors = weights if weights is None or isinstance(weights, There) else _checked_weights(weights, n)
-        return Pooling(offsets if isinstance(offsets, There) else check_offsets(offsets, n), factors, how)
+        factors = weights if weights is None or isinstance(weights, GpuArray) else _checked_weights(weights, n)
+        return Pooling(offsets if isinstance(offsets, GpuArray) else check_offsets(offsets, n), factors, how)
 
     def _combiner(self, name: str | None) -> Combiner:
         """The combiner of that name; for None the feature's own. InvalidInput if there is none."""

@@ -28,9 +28,9 @@ from tierstore.formats.colliding import CollidingKeys
 from tierstore.predict.binding import Bindings
 from tierstore.predict.runtime import INSTALL
 from tierstore.predict.session import DenseSession
-from tierstore.tiers.device.backend import lies_on_gpu
+from tierstore.tiers.device.backend import is_gpu_array
 from tierstore.tiers.device.gpu import Gpu
-from tierstore.types import FeatureSpec, KeysLike, TableSpec, There, Vectors, keys_and_bags, names_of
+from tierstore.types import FeatureSpec, GpuArray, KeysLike, TableSpec, Vectors, keys_and_bags, names_of
 
 _MOST_GATHERINGS = 64  # for one view
 _NO_HEAD = DenseHead()
@@ -52,7 +52,7 @@ def _bags_for(gpu: Gpu, keys: Any, offsets: Any, weights: Any) -> tuple[Any, Any
     memory.
     """
     starts = factors = None
-    if isinstance(keys, There):
+    if isinstance(keys, GpuArray):
         starts, factors = there(gpu, offsets, np.dtype(np.int64)), there(gpu, weights, np.dtype(np.float32))
     if starts is None or not len(starts):
         starts = gpu.to_host(offsets)
@@ -63,7 +63,7 @@ def _bags_for(gpu: Gpu, keys: Any, offsets: Any, weights: Any) -> tuple[Any, Any
 
 def _can_begin(asked: Iterable[tuple[str, Any, Any, Any]]) -> bool:
     """Whether look-ups of (feature, keys, offsets, weights) can begin without a look at the GPU's memory."""
-    return not any(lies_on_gpu(part) for _, *parts in asked for part in parts)
+    return not any(is_gpu_array(part) for _, *parts in asked for part in parts)
 
 
 class View:
@@ -235,7 +235,7 @@ class View:
             NotFound: no such feature. InvalidInput: keys, dtype or out that do not fit. StorageError: the disk failed.
             MissingExtra, NotReady: there is no device tier to answer on.
         """
-        if stream is not None or lies_on_gpu(keys):
+        if stream is not None or is_gpu_array(keys):
             with OfCaller(self._version, device, stream) as gpu:
                 here, where = self._keys_for(gpu, feature, keys, device), device or "gpu"
                 if where != "cpu":
@@ -280,7 +280,7 @@ class View:
         Returns:
             The vectors [bags, dim], or (vectors, found). Absent keys count with the table's default.
         """
-        if stream is not None or lies_on_gpu(keys):
+        if stream is not None or is_gpu_array(keys):
             with OfCaller(self._version, device, stream) as gpu:
                 here = self._keys_for(gpu, feature, keys, device)
                 starts, factors = _bags_for(gpu, here, offsets, weights)
@@ -419,7 +419,7 @@ class View:
         Nothing is done before `DeviceLookup.finish`, until which the view must be held.
         """
         of, code = self.feature(feature), answer_code(dtype)
-        codes = keys if isinstance(keys, There) else of.codes(keys)
+        codes = keys if isinstance(keys, GpuArray) else of.codes(keys)
         pooled = pooled or offsets is not None or weights is not None
         bags = of.bags(len(codes), offsets, weights, combiner) if pooled else None  # type: ignore[arg-type]
         return DeviceLookup(gpu_of(self._version, device), of, codes, bags, code, out)

@@ -142,12 +142,12 @@ class Version:
     def let_files_go(self, once_unread: Callable[[Callable[[], None]], None]) -> None:
         """Close its files on this machine, if they were neither read nor changed since the last call.
 
-        Reads and folds open them again. `once_unread` as for `DiskTier.let_go`. On one thread.
+        Reads and folds open them again. `once_unread` as for `DiskTier.close_idle_files`. On one thread.
         """
         counts = [table.counts.as_dict() for table in self.tables.values()]
         moved = self.watermark, sum(each["disk"] + each["absent"] for each in counts)
         if moved == self._moved and self.rows.disk is not None:
-            self.rows.disk.let_go(once_unread)
+            self.rows.disk.close_idle_files(once_unread)
         self._moved = moved
 
     # deltas

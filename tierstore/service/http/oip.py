@@ -44,7 +44,7 @@ from tierstore.service.protocols.oip.json_request import (
 )
 from tierstore.service.protocols.oip.json_response import ResponseBody, ResponseLayout
 from tierstore.service.protocols.oip.shared_memory import CudaRegions
-from tierstore.service.reactor.lessons import HttpLesson
+from tierstore.service.reactor.plan_sources import HttpPlanSource
 from tierstore.types import as_version
 
 _BINARY = b"application/octet-stream"
@@ -127,8 +127,8 @@ class InferMessage:
         if b"content-encoding" in self._headers:
             return
         text = self._body[: len(self._body) - len(self._tail or b"")]
-        lesson = HttpLesson(self.model, self.version, text, self._parsed, self._layout)
-        plans.learn(self.model, view, self.version, plan, lesson, None if plan.dense is None else REFUSAL)
+        plan_source = HttpPlanSource(self.model, self.version, text, self._parsed, self._layout)
+        plans.learn(self.model, view, self.version, plan, plan_source, None if plan.dense is None else REFUSAL)
 
     def read(self, inference: Inference) -> tuple[list[Elements], list[Any]]:
         parsed, plan, raw = self._parsed, inference.plan, inference.raw

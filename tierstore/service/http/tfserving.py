@@ -32,7 +32,7 @@ from tierstore.service.limits.worker_pool import Reservation
 from tierstore.service.protocols.tfserving import documents
 from tierstore.service.protocols.tfserving.json_messages import PredictBody, encode_answer, parse_predict, tensors_of
 from tierstore.service.protocols.tfserving.request import request_of, room_for
-from tierstore.service.reactor.predict_lessons import RestLesson
+from tierstore.service.reactor.predict_plan_sources import RestPlanSource
 
 
 class PredictMessage:
@@ -101,8 +101,10 @@ class PredictMessage:
         service, plan, view = self._service, inference.plan, inference.view
         if not self.teaches or service.plans is None or b"content-encoding" in self._headers:
             return
-        lesson = RestLesson(self.model, self._named, self._body, self._made, plan.specs, rows=self._parsed.rows)
-        service.plans.learn(self.model, view, self.version, plan, lesson, None if plan.dense is None else REFUSAL)
+        plan_source = RestPlanSource(
+            self.model, self._named, self._body, self._made, plan.specs, rows=self._parsed.rows
+        )
+        service.plans.learn(self.model, view, self.version, plan, plan_source, None if plan.dense is None else REFUSAL)
 
     def read(self, inference: Inference) -> tuple[list[Elements], list[Any]]:
         self._holding.reserve(inference.plan.work_bytes)

@@ -34,7 +34,7 @@ from tierstore.reactor import layout as kernel
 from tierstore.service.dataplane.plan import Plan
 from tierstore.service.limits.rates import RateLimits
 from tierstore.service.reactor.count_rows import CountRows, Counts
-from tierstore.service.reactor.lessons import Lesson
+from tierstore.service.reactor.plan_sources import PlanSource
 from tierstore.service.reactor.scorings import Scoring, Unfit, can_score, scoring_of, scoring_words
 from tierstore.service.reactor.variants import address, is_runnable, prediction_words, variant_words
 from tierstore.types import Tier, model_and_head
@@ -139,7 +139,13 @@ class PlanIndex:
         return len(self._planned)
 
     def learn(
-        self, model: str, view: Any, version: int | str | None, plan: Plan, lesson: Lesson, refusal: bytes | None = None
+        self,
+        model: str,
+        view: Any,
+        version: int | str | None,
+        plan: Plan,
+        plan_source: PlanSource,
+        refusal: bytes | None = None,
     ) -> None:
         """Teach reactors how requests of `model`, or of a head, with this structure are answered under `view`, if they
         can.
@@ -160,7 +166,7 @@ class PlanIndex:
         if labelled and served.labels.get(version) != plan.version:  # it has moved since
             return
         with self._lock:
-            place = self._place(lesson)
+            place = self._place(plan_source)
             if (
                 place is None
                 or self._knows(place, token, labelled)
@@ -168,12 +174,12 @@ class PlanIndex:
                 or not self._has_time()
             ):
                 return
-            of = lesson.protocol, model, plan.version
+            of = plan_source.protocol, model, plan.version
             if refusal is not None:
-                new = self._predicting(token, view, plan, lesson, refusal, of)
+                new = self._predicting(token, view, plan, plan_source, refusal, of)
                 new = new or self._refusing(token, refusal, of)
             else:
-                new = self._variant(token, view, plan, lesson, of)
+                new = self._variant(token, view, plan, plan_source, of)
             if new is None:
                 self._unfit[place, token] = None
                 if len(self._unfit) > _MOST_UNFIT:
@@ -205,10 +211,10 @@ class PlanIndex:
             variant = _Variant(words, None, [cascade.counts], head)
             self._keep(place, model, slot, layout.ONE_VERSION, 0, variant)
 
-    def _place(self, lesson: Lesson) -> Place | None:
-        """The place of a lesson's structure; None if reactors do not know its form. Called with the lock held."""
-        size = lesson.scan(*self._scanned)
-        return (lesson.path, self._structure[:size].tobytes(), lesson.form) if size else None
+    def _place(self, plan_source: PlanSource) -> Place | None:
+        """The place of a plan source's structure; None if reactors do not know its form. Called with the lock held."""
+        size = plan_source.scan(*self._scanned)
+        return (plan_source.path, self._structure[:size].tobytes(), plan_source.form) if size else None
 
     def _has_time(self) -> bool:
         """Whether one more may be learned now; it is counted. Called with the lock held."""
@@ -298,46 +304,46 @@ class PlanIndex:
         return _Variant(words, version, [], refusal)
 
     def _predicting(
-        self, token: int, view: Any, plan: Plan, lesson: Lesson, refusal: bytes, version: Version
+        self, token: int, view: Any, plan: Plan, plan_source: PlanSource, refusal: bytes, version: Version
     ) -> _Variant | None:
         """The variant of a prediction; None if a reactor cannot begin it, or there is no room for counts.
 
         Called with the lock held.
         """
         tables, session = view.open_version.tables, view.predictor
-        if not can_score(lesson, plan, session) or len(plan.specs) > request_record.MOST_TENSORS:
+        if not can_score(plan_source, plan, session) or len(plan.specs) > request_record.MOST_TENSORS:
             return None
         on_device = any(tables[call.table.name].device is not None for call in plan.calls)
         apart = on_device and view.rows_on(session) is not None
         number = next(self._numbers)
         try:
-            scoring, parts = scoring_words(number, lesson.request, plan, session, apart=apart)
+            scoring, parts = scoring_words(number, plan_source.request, plan, session, apart=apart)
         except Unfit:
             return None
-        pieces = lesson.score_pieces(plan, parts[2])
+        pieces = plan_source.score_pieces(plan, parts[2])
         counts = [tables[call.table.name].counts for call in plan.calls]
         rows = None if pieces is None else self._count_rows(version, counts)
         if pieces is None or rows is None:
             return None
-        words, kept = prediction_words(token, plan, lesson, pieces, view, rows, _refusal_words(refusal), scoring)
+        words, kept = prediction_words(token, plan, plan_source, pieces, view, rows, _refusal_words(refusal), scoring)
         new = _Variant(words, version, counts, refusal, parts, *kept)
         new.scoring = number
-        self.scorings[number] = scoring_of(lesson, version[1], plan, session, parts, apart=apart)
+        self.scorings[number] = scoring_of(plan_source, version[1], plan, session, parts, apart=apart)
         return new
 
-    def _variant(self, token: int, view: Any, plan: Plan, lesson: Lesson, version: Version) -> _Variant | None:
+    def _variant(self, token: int, view: Any, plan: Plan, plan_source: PlanSource, version: Version) -> _Variant | None:
         """The variant; None if a reactor cannot answer, or there is no room for a table or its counts."""
         tables = view.open_version.tables
-        if not is_runnable(plan) or not lesson.is_plain():
+        if not is_runnable(plan) or not plan_source.is_plain():
             return None
-        pieces = lesson.pieces(plan)
+        pieces = plan_source.pieces(plan)
         if pieces is None:
             return None
         counts = [tables[call.table.name].counts for call in plan.calls]
         rows = self._count_rows(version, counts)
         if rows is None:
             return None
-        words, kept = variant_words(token, plan, lesson, pieces, view, rows)
+        words, kept = variant_words(token, plan, plan_source, pieces, view, rows)
         return _Variant(words, version, counts, *kept)
 
     def collect(self) -> None:

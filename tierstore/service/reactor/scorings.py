@@ -22,7 +22,7 @@ from tierstore.predict.signature import BYTES, Dim, Tensor
 from tierstore.service.dataplane.datatypes import NUMPY_DTYPE
 from tierstore.service.dataplane.inference import AnyRequest
 from tierstore.service.dataplane.plan import Call, OutputSpec, Plan, Request
-from tierstore.service.reactor.lessons import Lesson, Logged
+from tierstore.service.reactor.plan_sources import Logged, PlanSource
 
 Tensors = list[tuple[str, np.dtype[Any], int]]
 
@@ -59,10 +59,10 @@ class Unfit(Exception):
     """Reactors cannot begin predictions of this structure."""
 
 
-def can_score(lesson: Lesson, plan: Plan, session: DenseSession | None) -> bool:
+def can_score(plan_source: PlanSource, plan: Plan, session: DenseSession | None) -> bool:
     """Whether a reactor can begin predictions of this structure, of any sizes: only scores."""
     dense = plan.dense
-    if session is None or dense is None or plan.numbers is not None or not lesson.is_plain():
+    if session is None or dense is None or plan.numbers is not None or not plan_source.is_plain():
         return False
     if len(plan.specs) != len(dense.positions) or any(not spec.fixed for spec in plan.specs):
         return False
@@ -191,14 +191,20 @@ def scoring_words(
 
 
 def scoring_of(
-    lesson: Lesson, model: str, plan: Plan, session: DenseSession, parts: list[npt.NDArray[Any]], *, apart: bool
+    plan_source: PlanSource,
+    model: str,
+    plan: Plan,
+    session: DenseSession,
+    parts: list[npt.NDArray[Any]],
+    *,
+    apart: bool,
 ) -> Scoring:
     """A thread's scoring, for the structure that `scoring_words` was called with and returned `parts` for."""
     request: Request | None = None
     inputs: Tensors = []
     if apart:
-        assert isinstance(lesson.request, Request)
-        request = lesson.request
+        assert isinstance(plan_source.request, Request)
+        request = plan_source.request
         inputs = [(spec.name, NUMPY_DTYPE[spec.datatype], len(spec.shape)) for spec in request.inputs]
     else:
         for tensor, row in zip(session.signature.inputs, parts[1], strict=True):
@@ -209,6 +215,6 @@ def scoring_of(
     names = [spec.name for spec in plan.specs]
     assert plan.loose is not None
     return Scoring(
-        lesson.protocol, lesson.logged, model, plan.version, session, plan.loose, inputs, outputs, names,
-        can_join(plan) and not apart, lesson.written.get("as_json", 0) > layout.FLAT, request,
+        plan_source.protocol, plan_source.logged, model, plan.version, session, plan.loose, inputs, outputs, names,
+        can_join(plan) and not apart, plan_source.written.get("as_json", 0) > layout.FLAT, request,
     )  # fmt: skip

@@ -24,10 +24,10 @@ from tierstore.service.limits.worker_pool import Reservation
 from tierstore.service.protocols.oip import documents
 from tierstore.service.protocols.oip.shared_memory import CudaRegions, Regions
 from tierstore.service.rpc.caller import RpcCaller
-from tierstore.service.rpc.lesson import MessageLesson
 from tierstore.service.rpc.messages import REFUSAL
 from tierstore.service.rpc.methods import Accounts, MessageStream, Receive, Servicer, Unary, by_message, look_up
 from tierstore.service.rpc.oip_messages import ResponseLayout, RpcRequest, parse_request, read_elements, split_message
+from tierstore.service.rpc.plan_source import MessagePlanSource
 from tierstore.service.rpc.protobuf import (
     Parts,
     first_text,
@@ -95,9 +95,9 @@ class InferMessage:
         service, plan, view = self._service, inference.plan, inference.view
         if service.plans is None or not self._caller.unplanned or self._extra:
             return
-        lesson = MessageLesson(self._message, self._parsed)
+        plan_source = MessagePlanSource(self._message, self._parsed)
         refusal = None if plan.dense is None else REFUSAL
-        service.plans.learn(self._parsed.model, view, self.version, plan, lesson, refusal)
+        service.plans.learn(self._parsed.model, view, self.version, plan, plan_source, refusal)
 
     def read(self, inference: Inference) -> tuple[Sequence[Elements], list[Any]]:
         parsed, plan = self._parsed, inference.plan

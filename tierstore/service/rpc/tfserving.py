@@ -26,9 +26,9 @@ from tierstore.service.protocols.tfserving.documents import STATE_NUMBERS, check
 from tierstore.service.protocols.tfserving.request import Tensor, request_of, room_for
 from tierstore.service.protocols.tfserving.signature import METHOD, check_signature, signature_of
 from tierstore.service.rpc.caller import RpcCaller
-from tierstore.service.rpc.lesson import CallLesson
 from tierstore.service.rpc.messages import REFUSAL
 from tierstore.service.rpc.methods import Servicer, Unary, by_message, parse_message
+from tierstore.service.rpc.plan_source import CallPlanSource
 from tierstore.service.rpc.protobuf import first_field, first_text, message_class, parsed_bytes
 from tierstore.service.rpc.tensor_proto import answer_of, ending, tensor_of
 
@@ -114,8 +114,8 @@ class PredictMessage:
             return
         assert self.model is not None
         fields = ending(self.model, plan.version, self._signature)
-        lesson = CallLesson(self._message, self.model, fields, self._made, plan.specs)
-        service.plans.learn(self.model, view, self.version, plan, lesson, None if plan.dense is None else REFUSAL)
+        plan_source = CallPlanSource(self._message, self.model, fields, self._made, plan.specs)
+        service.plans.learn(self.model, view, self.version, plan, plan_source, None if plan.dense is None else REFUSAL)
 
     def read(self, inference: Inference) -> tuple[Sequence[Elements], list[Any]]:
         self._holding.reserve(inference.plan.work_bytes)

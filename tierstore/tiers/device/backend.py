@@ -160,7 +160,7 @@ class Backend(Protocol):
         """The device address of an array from `empty` or `adopt`."""
 
 
-def lies_on_gpu(values: Any) -> bool:
+def is_gpu_array(values: Any) -> bool:
     """Whether a value is an array in GPU memory, of any library."""
     if type(values) is np.ndarray or type(values) is list:
         return False

@@ -15,13 +15,13 @@ import numpy as np
 
 from tierstore.config import Settings
 from tierstore.errors import ConfigError, InvalidInput, MissingExtra, NotReady
-from tierstore.tiers.device.backend import Backend, Captured, DeviceError, lies_on_gpu
+from tierstore.tiers.device.backend import Backend, Captured, DeviceError, is_gpu_array
 from tierstore.tiers.device.cupy_device import NOT_INSTALLED, CudaDevice, find_devices
 from tierstore.tiers.device.driver import Queue
 from tierstore.tiers.device.lookup import from_device, to_device
 from tierstore.tiers.device.table import DeviceTable
 from tierstore.tiers.device.workspaces import WORKSPACES, DeviceMemory
-from tierstore.types import TableSpec, There
+from tierstore.types import GpuArray, TableSpec
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ class Gpu:
             raise NotReady(f"there is no device {number}: a store uses the first GPU that CUDA_VISIBLE_DEVICES shows")
         return self.memory
 
-    def upload(self, array: np.ndarray, there: There | None = None) -> Any:
+    def upload(self, array: np.ndarray, there: GpuArray | None = None) -> Any:
         """A copy of an answer in GPU memory, new or `there`."""
         assert self.memory is not None
         return to_device(self.memory, array, there)
@@ -111,16 +111,16 @@ class Gpu:
     def to_host(self, values: Any) -> Any:
         """A copy in CPU memory of an array in GPU memory; other arrays unchanged."""
         assert self.memory is not None
-        return from_device(self.memory, values) if lies_on_gpu(values) else values
+        return from_device(self.memory, values) if is_gpu_array(values) else values
 
-    def there(self, array: Any, *, in_place: bool = False) -> There:
+    def there(self, array: Any, *, in_place: bool = False) -> GpuArray:
         """An array in GPU memory, of any library; see `Backend.adopt`."""
-        if isinstance(array, There):
+        if isinstance(array, GpuArray):
             return array
         assert self.memory is not None
-        return There.of(self.memory.backend, self.memory.backend.adopt(array, in_place=in_place))
+        return GpuArray.of(self.memory.backend, self.memory.backend.adopt(array, in_place=in_place))
 
-    def codes(self, keys: There, form: int, mod: int, bits: int) -> There | None:
+    def codes(self, keys: GpuArray, form: int, mod: int, bits: int) -> GpuArray | None:
         """Codes int64[n] of integer keys, made on the GPU in the order of the caller's stream; None if that fails.
 
         `form`, `mod` and `bits` are those of `formats/key_hash.py`.
@@ -128,7 +128,7 @@ class Gpu:
         assert self.memory is not None
         backend, n = self.memory.backend, len(keys)
         try:
-            out = There.of(backend, backend.empty((n,), np.int64))
+            out = GpuArray.of(backend, backend.empty((n,), np.int64))
             width, is_signed = keys.dtype.itemsize, keys.dtype.kind == "i"
             args = keys.address, width, is_signed, n, form, mod, bits, out.address
             Queue(self.memory.driver, backend.callers()[0], ()).launch("make_codes", n, args)

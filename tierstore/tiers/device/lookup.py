@@ -4,7 +4,7 @@ If keys are listed, a second kernel answers them with rows from the tiers below.
 each chunk; any number of threads may call. Kernels read keys and rows in page-locked CPU memory and write states and lists there; many keys are
 copied up first. The first kernel writes the rows that it finds to the answer, or, for bags that wait for listed keys, to the workspace.
 
-A caller that says in which stream it reads the answer need not wait: a look-up of one chunk is put off (`Unwaited`), and a thread ends it (`later.py`).
+A caller that says in which stream it reads the answer need not wait: a look-up of one chunk is put off (`PendingLookup`), and a thread ends it (`later.py`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tierstore.tiers.device.later import Finisher
 from tierstore.tiers.device.table import DeviceTable
 from tierstore.tiers.device.workspaces import ALIGN, DeviceMemory, Workspace
 from tierstore.tiers.host.table import HostTable
-from tierstore.types import Combiner, Keys, States, There, Tier, Vectors
+from tierstore.types import Combiner, GpuArray, Keys, States, Tier, Vectors
 
 PADDING = 255  # the state of the padding key, which is answered with zeros and does not count in a bag
 
@@ -41,7 +41,7 @@ Fetch = Callable[[Keys, Any], tuple[Vectors, States]]
 class Pooling:
     """The pooling of a look-up: offsets int64[bags], weights float32[n] or None.
 
-    They may be `There`, if the keys are. Offsets on the CPU are as `check_offsets` returns them; those on the device are
+    They may be `GpuArray`, if the keys are. Offsets on the CPU are as `check_offsets` returns them; those on the device are
     checked by the kernel.
     """
 
@@ -52,13 +52,13 @@ class Pooling:
     def here(self, memory: DeviceMemory, n: int) -> Pooling:
         """The same in CPU memory, checked for `n` keys. InvalidInput."""
         offsets, weights = (
-            from_device(memory, one) if isinstance(one, There) else one for one in (self.offsets, self.weights)
+            from_device(memory, one) if isinstance(one, GpuArray) else one for one in (self.offsets, self.weights)
         )
         return Pooling(check_offsets(offsets, n), weights, self.combiner)
 
 
 @dataclass(slots=True, eq=False)
-class Unwaited:
+class PendingLookup:
     """A look-up whose caller does not wait: its answer is complete in the order of the caller's stream.
 
     `hold` keeps the tiers below as they are, and returns what ends that. `after` gets (keys, states), which are not kept, on any thread, and
@@ -80,9 +80,9 @@ class _Chunk(NamedTuple):
 
 
 def look_up_into(
-    out: There | None,
+    out: GpuArray | None,
     table: DeviceTable,
-    keys: Keys | There,
+    keys: Keys | GpuArray,
     state: States,
     dtype: Any,
     fetch: Fetch,
@@ -102,13 +102,13 @@ def look_up_into(
     else:
         shape = len(keys) if bags is None else len(bags.offsets), table.spec.dim
         try:
-            out = There.of(backend, backend.empty(shape, dtype))
+            out = GpuArray.of(backend, backend.empty(shape, dtype))
         except OutOfDeviceMemory:
             return None
     return LookUp(table, keys, state, out, fetch, bags, host, overlays, padding, filters)
 
 
-def to_device(memory: DeviceMemory, array: np.ndarray, there: There | None = None) -> Any:
+def to_device(memory: DeviceMemory, array: np.ndarray, there: GpuArray | None = None) -> Any:
     """A copy of a contiguous array on the device, made after the work in the caller's stream; with `there`, in it."""
     out = memory.backend.empty(array.shape, array.dtype) if there is None else there.array
     address = memory.backend.address_of(out) if there is None else there.address
@@ -126,7 +126,7 @@ def to_device(memory: DeviceMemory, array: np.ndarray, there: There | None = Non
 
 def from_device(memory: DeviceMemory, array: Any) -> np.ndarray:
     """A copy in CPU memory of an array on the device, of any library, made after the work in the caller's stream."""
-    mine = array if isinstance(array, There) else There.of(memory.backend, memory.backend.adopt(array))
+    mine = array if isinstance(array, GpuArray) else GpuArray.of(memory.backend, memory.backend.adopt(array))
     out = np.empty(mine.shape, mine.dtype)
     address, data = mine.address, out.reshape(-1).view(np.uint8)
     for begin in range(0, len(data), max(1, memory.workspace_bytes)):
@@ -163,9 +163,9 @@ class LookUp:
     def __init__(
         self,
         table: DeviceTable,
-        keys: Keys | There,
+        keys: Keys | GpuArray,
         state: States,
-        out: There,
+        out: GpuArray,
         fetch: Fetch,
         bags: Pooling | None = None,
         host: HostTable | None = None,
@@ -174,9 +174,9 @@ class LookUp:
         filters: int = 0,
     ) -> None:
         self.table, self._state, self._overlays, self._padding = table, state, overlays, padding
-        self.out: There | None = out
-        self.there = keys if isinstance(keys, There) else None
-        self._keys: Keys = _NONE if isinstance(keys, There) else np.ascontiguousarray(keys)
+        self.out: GpuArray | None = out
+        self.there = keys if isinstance(keys, GpuArray) else None
+        self._keys: Keys = _NONE if isinstance(keys, GpuArray) else np.ascontiguousarray(keys)
         self._fetch, self.bags, self.host = fetch, bags, host
         self._of = 0 if host is None else id(host)
         self._filters = 0 if self.there is None or not overlays.size else filters + 8 * (overlays.size + 1)
@@ -209,8 +209,8 @@ class LookUp:
             with suppress(DeviceError), workspace as ws:
                 self._call(round_trip.finish, ws, self._state[chunk.begin : chunk.end])  # the kernel writes to `out`
 
-    def finish(self, unwaited: Unwaited | None = None) -> bool:
-        """Answer every key, on the device. With `unwaited` it does not wait, if possible; then the states are not written.
+    def finish(self, pending_lookup: PendingLookup | None = None) -> bool:
+        """Answer every key, on the device. With `pending_lookup` it does not wait, if possible; then the states are not written.
 
         Returns:
             False if the device cannot answer (it has failed, the table was closed, or one bag is larger than a workspace).
@@ -220,7 +220,7 @@ class LookUp:
             Captured: a CUDA graph is being captured. StorageError: an earlier look-up in the caller's stream, that was put off, has failed.
         """
         try:
-            return self._finish(unwaited)
+            return self._finish(pending_lookup)
         except OutOfDeviceMemory:
             return False
         except Captured:
@@ -231,15 +231,15 @@ class LookUp:
         finally:
             self.abandon()
 
-    def _finish(self, unwaited: Unwaited | None) -> bool:
+    def _finish(self, pending_lookup: PendingLookup | None) -> bool:
         todo, device = self._parts(), self.table.device
         if todo is None:
             return False
-        if unwaited is not None and device.finisher is not None:
+        if pending_lookup is not None and device.finisher is not None:
             stream = device.backend.callers()[0]
             device.finisher.prepare(stream)
             if len(todo) == 1:
-                return self._put_off(todo[0], stream, unwaited, device.finisher)
+                return self._put_off(todo[0], stream, pending_lookup, device.finisher)
         if len(todo) == 1:
             with device.workspace(answers=True) as ws:
                 return self._complete(ws, todo[0], self._launch(ws, todo[0]))
@@ -324,20 +324,20 @@ class LookUp:
             self.host.note_answered(keys, ws.part(round_trip.AT_STATE, end - begin))
         return said < 2 or self._answer_listed(ws, chunk, said // 2)
 
-    def _put_off(self, chunk: _Chunk, stream: int, unwaited: Unwaited, finisher: Finisher) -> bool:
+    def _put_off(self, chunk: _Chunk, stream: int, pending_lookup: PendingLookup, finisher: Finisher) -> bool:
         """The look-up in the caller's stream. False if the table is not in use."""
         device = self.table.device
         control = getattr(self.table.memory, "control", None)
         if control is None:  # the table is closed
             return False
-        put_off = _PutOff(self, chunk, stream, unwaited, control)
+        put_off = _PutOff(self, chunk, stream, pending_lookup, control)
         try:
             with device.workspace(answers=True) as ws:
                 ws.leave()
                 put_off.owned = [ws]  # so that it gives it back
             put_off.begin()
             finisher.add(put_off)  # which may end it from now on, and the workspace be in use again
-            unwaited.begun = self._launch(ws, chunk, round_trip.PUT_OFF) != round_trip.NOT_IN_USE
+            pending_lookup.begun = self._launch(ws, chunk, round_trip.PUT_OFF) != round_trip.NOT_IN_USE
         except BaseException as error:  # or Ctrl-C, of which Python hears when the compiled call returns
             if not put_off.owned:  # not yet, or not any more
                 raise
@@ -353,10 +353,10 @@ class LookUp:
             finisher.take_back(put_off)
             put_off.give_back(Workspace.abandon)
             raise
-        if not unwaited.begun:
+        if not pending_lookup.begun:
             finisher.take_back(put_off)
             put_off.give_back(Workspace.give_back)
-        return unwaited.begun
+        return pending_lookup.begun
 
     def _launch(self, ws: Workspace, chunk: _Chunk, when: int = round_trip.WAITED) -> int:
         """The compiled call, with its result. `when`: see `round_trip.look_up`."""
@@ -369,11 +369,11 @@ class LookUp:
         kernels, offsets, weights, combiner, first, starts_at, weights_at = _ROWS, _NONE, _NO_WEIGHTS, 0, begin, 0, 0
         if bags is not None:
             kernels, combiner, first = _BAGS, combiner_code(bags.combiner), first_bag
-            if isinstance(bags.offsets, There):
+            if isinstance(bags.offsets, GpuArray):
                 starts_at = bags.offsets.address
             else:
                 offsets = bags.offsets[first_bag:last_bag]
-            if isinstance(bags.weights, There):
+            if isinstance(bags.weights, GpuArray):
                 weights_at = bags.weights.address
             elif bags.weights is not None:
                 weights = bags.weights[begin:end]
@@ -427,9 +427,11 @@ class _PutOff:
         "report",
     )  # fmt: skip
 
-    def __init__(self, work: LookUp, chunk: _Chunk, stream: int, unwaited: Unwaited, control: Buffer) -> None:
+    def __init__(
+        self, work: LookUp, chunk: _Chunk, stream: int, pending_lookup: PendingLookup, control: Buffer
+    ) -> None:
         self._work: LookUp | None = work
-        self._table, self._chunk, self._stream, self._unwaited = work.table, chunk, stream, unwaited
+        self._table, self._chunk, self._stream, self._unwaited = work.table, chunk, stream, pending_lookup
         self._control: Buffer | None = control
         self.kept: Any = (work.there, work.bags)
         self._listed, self._failed = 0, False

@@ -185,7 +185,7 @@ class Database:
         for each in unused:
             self._close(each)
 
-    def let_go(self) -> bool:
+    def close_idle_files(self) -> bool:
         """Close the connection if it is not used; False if it is."""
         if not self._opening.acquire(blocking=False):
             return False
@@ -311,7 +311,7 @@ class _Unused:
             most = len(self._open) - MOST_UNUSED
             oldest = [other for other, _ in zip(self._open, range(most), strict=False)]
         for other in oldest:
-            if other.let_go():
+            if other.close_idle_files():
                 self.forget(other)
 
     def forget(self, database: Database) -> None:

@@ -69,7 +69,7 @@ class Patch:
         self.table_id, self.row_bytes = opened.table_id, opened.row_bytes - sealed_rows.MARK_BYTES
         self._table, self._filter = SealedTable([opened]), words
         weakref.finalize(self, self._table.close)
-        self.awake, self.let_go = self._table.awake, self._table.let_go
+        self.awake, self.close_idle_files = self._table.awake, self._table.close_idle_files
         self._base = self._table.words(0)
         self._words = PATCH.make(files=address_of(self._base), filter_at=address_of(words), filter_words=len(words))
         self.address = address_of(self._words)
@@ -400,10 +400,14 @@ class Patches:
         }
         self._served = self._whole, tables
 
-    def let_go(self) -> list[int]:
-        """`SealedTable.let_go` for all patches, unless a thread reads whole ones."""
+    def close_idle_files(self) -> list[int]:
+        """`SealedTable.close_idle_files` for all patches, unless a thread reads whole ones."""
         with self._using:
-            return [] if self._users else [descriptor for patch in self._patches for descriptor in patch.let_go()]
+            return (
+                []
+                if self._users
+                else [descriptor for patch in self._patches for descriptor in patch.close_idle_files()]
+            )
 
     @contextmanager
     def _in_use(self) -> Iterator[None]:

@@ -311,9 +311,9 @@ class SealedTier(DiskTier):
                 for file in table.files:
                     check_still(file)
 
-    def let_go(self, once_unread: Callable[[Callable[[], None]], None]) -> None:
+    def close_idle_files(self, once_unread: Callable[[Callable[[], None]], None]) -> None:
         """See DiskTier."""
-        super().let_go(once_unread)
+        super().close_idle_files(once_unread)
         with self._database.alone() as is_alone:
             if not is_alone:
                 return
@@ -322,9 +322,9 @@ class SealedTier(DiskTier):
             once_unread(lambda: close_all(descriptors))
 
     def _let_files_go(self) -> list[int]:
-        descriptors = self._patches.let_go()
+        descriptors = self._patches.close_idle_files()
         for table in self._base.values():
-            descriptors += table.let_go()
+            descriptors += table.close_idle_files()
         return descriptors
 
     def read_by(self, table_id: int, row_bytes: int) -> ReadBy | None:

@@ -117,7 +117,7 @@ class SealedTable:
                 yield file, begin, min(begin + at_once, last)
 
     def awake(self) -> None:
-        """Open all files, until `let_go`. Corruption if one is not the file that it was, StorageError."""
+        """Open all files, until `close_idle_files`. Corruption if one is not the file that it was, StorageError."""
         if not self._is_awake:
             with self._opening:
                 open_files.allow(len(self.files))
@@ -126,7 +126,7 @@ class SealedTable:
                         self._descriptors[number] = file.fd = open_again(file)
                 self._is_awake = True
 
-    def let_go(self) -> list[int]:
+    def close_idle_files(self) -> list[int]:
         """Give up all descriptors. Returns them, to be closed once no compiled reader has them any more.
 
         No thread of Python may be reading meanwhile.
@@ -140,7 +140,7 @@ class SealedTable:
             return descriptors
 
     def close(self) -> None:
-        close_all(self.let_go())
+        close_all(self.close_idle_files())
 
 
 def close_all(descriptors: Iterable[int]) -> None:

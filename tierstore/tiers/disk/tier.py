@@ -243,12 +243,12 @@ class DiskTier:
     def check_base(self) -> None:
         """Check, without reading rows, that the base's files are still the ones that were opened. Corruption, StorageError, Closed."""
 
-    def let_go(self, once_unread: Callable[[Callable[[], None]], None]) -> None:
+    def close_idle_files(self, once_unread: Callable[[Callable[[], None]], None]) -> None:
         """Close all files if no thread is reading; reads open them again.
 
         `once_unread` calls its argument once no compiled reader uses the old descriptors.
         """
-        self._database.let_go()
+        self._database.close_idle_files()
 
     def verify(
         self, row_bytes: Mapping[int, int], progress: Callable[[int], None] | None = None

@@ -13,7 +13,7 @@ from tierstore.tiers.background import become_background
 T = TypeVar("T")
 
 
-def aside(
+def low_priority(
     throttle: Throttle, name: str, work: Callable[[Callable[[], bool]], T], cancelled: threading.Event | None
 ) -> T:
     """The result of `work`. The function that it gets says when to end: when `cancelled`, or after Ctrl-C."""

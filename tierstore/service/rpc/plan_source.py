@@ -1,4 +1,4 @@
-"""Lessons for reactors from requests over gRPC. Pure functions; any thread."""
+"""Plan sources for reactors from requests over gRPC. Pure functions; any thread."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tierstore.lookup import binding
 from tierstore.lookup import plans as layout
 from tierstore.service.dataplane.datatypes import BYTES, DATATYPES
 from tierstore.service.dataplane.plan import OutputSpec, Plan, Request
-from tierstore.service.reactor.lessons import row_shapes, score_shapes
-from tierstore.service.reactor.predict_lessons import PredictLesson
+from tierstore.service.reactor.plan_sources import row_shapes, score_shapes
+from tierstore.service.reactor.predict_plan_sources import PredictPlanSource
 from tierstore.service.reactor.variants import Pieces, has_room
 from tierstore.service.rpc.oip_messages import Raw, RpcRequest
 from tierstore.service.rpc.protobuf import message_class, varint
@@ -27,8 +27,8 @@ _Response = message_class("inference.ModelInferResponse")
 _Output = message_class("inference.ModelInferResponse.InferOutputTensor")
 
 
-class MessageLesson:
-    """A request of the Open Inference Protocol over gRPC, as a `Lesson` (`reactor/lessons.py`)."""
+class MessagePlanSource:
+    """A request of the Open Inference Protocol over gRPC, as a `PlanSource` (`reactor/plan_sources.py`)."""
 
     protocol, form = "oip_grpc", layout.MESSAGE
     logged = "gRPC", http2_head.INFER_PATH.tobytes().decode(), "OK"
@@ -79,8 +79,8 @@ class MessageLesson:
         return pieces if has_room((text for text, *_ in pieces), values) else None
 
 
-class CallLesson(PredictLesson):
-    """A PredictRequest of TensorFlow Serving, as a `Lesson`."""
+class CallPlanSource(PredictPlanSource):
+    """A PredictRequest of TensorFlow Serving, as a `PlanSource`."""
 
     protocol, form = "tfs_grpc", layout.PREDICT_MESSAGE
     logged = "gRPC", http2_head.PREDICT_PATH.tobytes().decode(), "OK"

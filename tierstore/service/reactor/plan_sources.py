@@ -1,4 +1,4 @@
-"""Lessons for reactors: requests that Python has planned, in their protocol's form. Pure functions; any thread."""
+"""Plan sources for reactors: requests that Python has planned, in their protocol's form. Pure functions; any thread."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tierstore.wire.json.elements import GROWTH
 Logged = tuple[str, str, str | None]  # a method, a path, and the name of the status of success if it is not HTTP's
 
 
-class Lesson(variants.Protocol, Protocol):
+class PlanSource(variants.Protocol, Protocol):
     """A request that Python has planned: the parts of its plan in a reactor that depend on the protocol."""
 
     @property
@@ -92,8 +92,8 @@ def score_shapes(scores: npt.NDArray[Any]) -> list[list[int]]:
     return [[size if size >= 0 else ~(named + ~size) for size in shape] for shape in sizes]
 
 
-class HttpLesson:
-    """A request of the Open Inference Protocol over HTTP, as a `Lesson`."""
+class HttpPlanSource:
+    """A request of the Open Inference Protocol over HTTP, as a `PlanSource`."""
 
     protocol, form = "oip_http", layout.TENSORS
     datatypes = ()
@@ -129,8 +129,9 @@ class HttpLesson:
         return bool(answer.in_json) and all(spec.datatype in json_answer.WRITTEN for spec in answer.specs)
 
     def pieces(self, plan: Plan) -> Pieces | None:
-        """Texts with the values behind them, for `binding.write_head` or `json_answer.write`. The closing brace is not in
-        it: an id may come before that.
+        """Texts with the values behind them, for `binding.write_head` or `json_answer.write`.
+
+        The closing brace is not in it: an id may come before that.
         """
         return self._pieces(row_shapes(plan))
 

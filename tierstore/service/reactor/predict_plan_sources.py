@@ -1,4 +1,4 @@
-"""Lessons for reactors (`reactor/lessons.py`) from predict requests. Pure functions; any thread."""
+"""Plan sources for reactors (`reactor/plan_sources.py`) from predict requests. Pure functions; any thread."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from tierstore.kernels.codec import address_of
 from tierstore.lookup import binding, json_answer
 from tierstore.lookup import plans as layout
 from tierstore.service.dataplane.plan import OutputSpec, Plan, Request
-from tierstore.service.reactor.lessons import row_shapes, score_shapes
+from tierstore.service.reactor.plan_sources import row_shapes, score_shapes
 from tierstore.service.reactor.variants import Pieces, has_room
 from tierstore.wire import request_record
 from tierstore.wire.json import predict as json_predict
 from tierstore.wire.json.elements import GROWTH
 
 
-class PredictLesson:
-    """The part of a lesson that JSON and gRPC share: inputs are in the order of their names, the plan has their
+class PredictPlanSource:
+    """The part of a plan source that JSON and gRPC share: inputs are in the order of their names, the plan has their
     datatypes.
     """
 
@@ -46,8 +46,8 @@ class PredictLesson:
         return pieces if has_room((text for text, *_ in pieces), sum(map(len, shapes))) else None
 
 
-class RestLesson(PredictLesson):
-    """A predict request in JSON, as a `Lesson`; `rows`: in the row form."""
+class RestPlanSource(PredictPlanSource):
+    """A predict request in JSON, as a `PlanSource`; `rows`: in the row form."""
 
     protocol, form = "tfs_http", layout.TENSORS
 
