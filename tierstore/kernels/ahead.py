@@ -133,8 +133,9 @@ class Compilation:
             self.first.set()
             self._give_way(self.nice)
         elif level == kernels.SOON:
-            kernels.set_complete(kernels.SOON)
-            kernels.load(kernels.SOON)
+            if self._is_first:  # otherwise imports, which may be under way on another thread, read them: two readers wait for each other's locks
+                kernels.set_complete(kernels.SOON)
+                kernels.load(kernels.SOON)
             kernels.awaited = False
             self.soon.set()
             self._give_way(_NICEST if self._gives_way else 0)
