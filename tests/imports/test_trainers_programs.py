@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -65,15 +64,3 @@ def test_tables_of_tensorflow(tmp_path: Path) -> None:
     by_number, by_key = dict(enumerate(ROWS.tolist())), dict(zip(KEYS, ROWS.tolist(), strict=True))
     found = {name: imported(tmp_path, name) for name in ("variable", "saved", "table", "parts")}
     assert found == {"variable": by_number, "saved": by_number, "table": by_key, "parts": by_key}
-
-
-def test_a_table_of_orbax(tmp_path: Path) -> None:
-    pytest.importorskip("jax", reason="JAX, with which Orbax runs, is not installed")
-    orbax = pytest.importorskip("orbax.checkpoint", reason="Orbax is not installed")
-    text = program(tmp_path / "checkpoint/_CHECKPOINT_METADATA", "item.npz").replace("['NAME']", "['params']['item']")
-    (tmp_path / "checkpoint").rmdir()
-    orbax.PyTreeCheckpointer().save(tmp_path / "checkpoint", {"params": {"item": ROWS}})
-    with pytest.raises(SnapshotError, match="Orbax checkpoint, which is not read"):
-        import_table(tmp_path / "checkpoint", model="ctr", table="item", out=tmp_path / "s")
-    subprocess.run([sys.executable, "-c", text], cwd=tmp_path, check=True, timeout=240, capture_output=True)
-    assert imported(tmp_path, "item") == dict(enumerate(ROWS.tolist()))

@@ -39,10 +39,7 @@ _TENSORFLOW = (
     "numpy.savez('item.npz', vectors=checkpoint.get_tensor('NAME')), with a NAME of "
     "checkpoint.get_variable_to_shape_map()"
 )
-_ORBAX = (
-    "import numpy, orbax.checkpoint; state = orbax.checkpoint.PyTreeCheckpointer().restore({path!r}); "
-    "numpy.savez('item.npz', vectors=state['NAME']), with the NAMEs that lead to the table"
-)
+_ORBAX = "numpy.savez('item.npz', vectors=…) in the program that restores it"
 # what only a large package reads: the names of its files, the checkpoint that they are of, and a program for its rows
 _TRAINERS = (
     (re.compile(r"(.+)\.(?:index|data-\d+-of-\d+)"), r"\1", "a TensorFlow checkpoint", _TENSORFLOW),
@@ -184,18 +181,19 @@ def _in_directory(path: Path) -> list[RowsPlace]:
     return [_of_file(file) for file in files]
 
 
-def _refuse_trainers(path: Path, names: Iterable[PurePosixPath]) -> None:
+def _refuse_trainers(path: Path, names: Sequence[PurePosixPath]) -> None:
     """Raise SnapshotError where the trainer that wrote these files has to be asked for the rows."""
     folder = path if path.is_dir() else path.parent
-    for name in names:
-        for files, checkpoint, trainer, program in _TRAINERS:
-            if (found := files.fullmatch(name.name)) is not None:
-                where = (folder / name.parent / found.expand(checkpoint)).absolute()
-                raise SnapshotError(
-                    f"{name} is a file of {trainer}, which is not read. A program writes a table of it as .npz, which "
-                    f"is: {program.format(path=str(where))} (docs/trainers.md)",
-                    file=str(path),
-                )
+    for files, checkpoint, trainer, program in _TRAINERS:
+        found = [name for name in names if files.fullmatch(name.name)]
+        if found:
+            name = min(found, key=lambda one: len(one.parts))  # others lie deeper
+            where = (folder / name.parent / files.sub(checkpoint, name.name)).absolute()
+            raise SnapshotError(
+                f"{name} is a file of {trainer}, which is not read. A program writes a table of it as .npz, which is: "
+                f"{program.format(path=str(where))} (docs/trainers.md)",
+                file=str(path),
+            )
 
 
 def _own_directories(names: Sequence[PurePosixPath]) -> dict[PurePosixPath, str]:
