@@ -238,7 +238,7 @@ def _grpc(server: ServerThread, stack: contextlib.ExitStack) -> Callable[[bytes]
 
     def ask(data: bytes) -> tuple[str, bool]:
         line, _, message = data.partition(b"\n")
-        method = re.sub(r"[^!-~]", "", line.decode("latin-1"))
+        method = "/" + re.sub(r"[^!-~]", "", line.decode("latin-1")).lstrip("/")  # HTTP/2 has no path without it
         try:
             channel.unary_unary(method)(message, timeout=60)
         except grpc.RpcError as error:
