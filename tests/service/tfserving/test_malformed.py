@@ -99,7 +99,7 @@ def test_any_message_is_answered_or_refused(
         service, PredictMessage(service, received[: len(received) - cut], caller, holding), caller.waiting
     )
     try:
-        exchange.begin(here=False)
+        exchange.admit()
         answer = exchange.answer()
     except TierstoreError:
         answer = b""
