@@ -89,11 +89,14 @@ class Exchange(Generic[A]):
     # --- for transports
 
     def admit(self, failed: BaseException | None = None) -> None:
-        """Authorise and charge the request. `failed`: it was begun elsewhere, and fails with this error."""
+        """Authorise and charge the request, unless its deadline has passed. `failed`: it was begun elsewhere, and fails
+        with this error.
+        """
         try:
             self._admit()
             if failed is not None:
                 raise failed
+            self._check_deadline()
         except BaseException as error:
             self.fail(error)
             raise

@@ -340,9 +340,9 @@ def test_look_ups_of_every_form_are_answered_while_predictions_are_refused(
     assert refused_here(served[1]) == here + 1
 
 
-def raw(wanted: dict[str, Any], *more: str) -> bytes:
-    """A prediction as it goes over the wire."""
-    lines = [f"POST {PATH} HTTP/1.1", "Host: 127.0.0.1", f"Content-Length: {len(wanted['content'])}", *more]
+def raw(wanted: dict[str, Any], *more: str, port: int) -> bytes:
+    """A prediction as it goes over the wire, under the name that reactors know."""
+    lines = [f"POST {PATH} HTTP/1.1", f"Host: 127.0.0.1:{port}", f"Content-Length: {len(wanted['content'])}", *more]
     lines += [f"{name}: {value}" for name, value in wanted["headers"].items()]
     return "\r\n".join([*lines, "", ""]).encode() + wanted["content"]
 
@@ -367,7 +367,7 @@ def test_requests_sent_together_are_answered_in_their_order(
         socket.create_connection(("127.0.0.1", server.port), timeout=60) as client,
         client.makefile("rb") as answers,
     ):
-        client.sendall((raw(hasty) * 2 + raw(rows)) * 20)
+        client.sendall((raw(hasty, port=server.port) * 2 + raw(rows, port=server.port)) * 20)
         assert [read_answer(answers)[0] for _ in range(60)] == [503, 503, 200] * 20
     assert refused_here(server) > here
 
@@ -376,7 +376,7 @@ def test_a_refusal_while_the_service_drains_ends_its_connection(
     served: tuple[Store, ServerThread], http: httpx.Client
 ) -> None:
     _, server = served
-    hasty, here = raw(prediction({"timeout": 30_000_000})), refused_here(server)
+    hasty, here = raw(prediction({"timeout": 30_000_000}), port=server.port), refused_here(server)
     with thread_held(server), ExitStack() as open_:
         clients = [
             open_.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=60)) for _ in range(50)
@@ -415,7 +415,7 @@ def test_a_deadline_that_has_passed_while_the_body_came_is_told_as_such(
     served: tuple[Store, ServerThread], http: httpx.Client
 ) -> None:
     _, server = served
-    wanted, here = raw(prediction(), "X-Request-Timeout-Ms: 50"), refused_here(server)
+    wanted, here = raw(prediction(), "X-Request-Timeout-Ms: 50", port=server.port), refused_here(server)
     with thread_held(server):
         for _ in range(5):
             with socket.create_connection(("127.0.0.1", server.port), timeout=60) as client:

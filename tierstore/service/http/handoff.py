@@ -96,7 +96,7 @@ class StreamAnswer:
         self._stream.respond(response.status, [(b"date", date_now()), *headers], chunks)
 
 
-class Answering(Protocol):
+class RootApplication(Protocol):
     """Answers requests over HTTP, see `service/root.py`."""
 
     def open(self, scope: Scope) -> HttpRequest | None: ...
@@ -161,7 +161,12 @@ class Handoff:
     """Has requests from `reactors` answered by `root`, and by `limit` those of connections beyond it."""
 
     def __init__(
-        self, reactors: Reactors, root: Answering, limit: ConnectionLimit, inflight: ByteBudget, settings: Settings
+        self,
+        reactors: Reactors,
+        root: RootApplication,
+        limit: ConnectionLimit,
+        inflight: ByteBudget,
+        settings: Settings,
     ) -> None:
         self._reactors, self._root, self._limit, self._inflight = reactors, root, limit, inflight
         self._too_large = (

@@ -66,11 +66,11 @@ class AccessCheck:
         return None
 
     @contextlib.contextmanager
-    def attempt(self, scope: Scope) -> Iterator[Attempt]:
+    def attempt(self, scope: Scope) -> Iterator[AttemptedRequest]:
         """In the block this thread or task works on a request, and sets its response. A change that fails before
         anything with a line in the audit began gets one here.
         """
-        attempt = Attempt()
+        attempt = AttemptedRequest()
         action, model = of_http(scope["method"], scope["path"])
         if action not in CHANGES or scope["method"] in _SAFE:
             yield attempt
@@ -160,7 +160,7 @@ def _is_same_origin(origin: str, host: str) -> bool:
     return bool(page.hostname) and page.hostname == here.hostname and ports[0] == ports[1]
 
 
-class Attempt(AuditedChange):
+class AttemptedRequest(AuditedChange):
     """A request that is worked on, and its response."""
 
     response: Response | None = None
