@@ -42,7 +42,7 @@ def _show(document: dict[str, Any]) -> None:
         keys.add_row(escape(str(entry["key"])), _share(entry["share"]))
     out.print(keys if document["hottest"] else "nothing was looked up yet")
     if document["key"] == "string" and document["hottest"]:
-        out.print("keys are strings, of which the hash is shown: the strings are not kept")
+        out.print("keys are strings; one that the version does not keep is shown by its hash")
     for line in _since(document):
         out.print(line)
     sizes = Table("memory", "rows", "from memory", box=None, header_style="dim")

@@ -382,8 +382,8 @@ class Store(ParkedMessages):
 
         `version` is a served number or label, by default the active version; `as_version` is the number that the
         snapshot gets, by default the same. With `partitions`, 1 or more, a built version is written. Deltas, switches
-        and look-ups go on. Set `cancelled` to stop it: Closed. InvalidInput for a model with string keys, Conflict for
-        a directory that exists. An error leaves no directory.
+        and look-ups go on. Set `cancelled` to stop it: Closed. InvalidInput for string keys that are not kept,
+        Conflict for a directory that exists. An error leaves no directory.
         """
         held = self.model(model)
         new_version, count = (

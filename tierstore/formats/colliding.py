@@ -1,7 +1,7 @@
 """String keys that share their hash with another key of their table: their strings are kept,
 each under a code of its own.
 
-The code of a string key is its hash, and the strings of a table are not kept. Only for these few keys they are: where a
+The code of a string key is its hash, and look-ups know no string of a table but those of these few keys: where a
 key's hash equals one of theirs, the string decides. The code of any other key is its hash.
 
 Immutable values and pure functions over immutable arrays; any thread may use them. On disk they are a record of the

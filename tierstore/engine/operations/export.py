@@ -142,8 +142,8 @@ def _export(
     pace = Pace(lambda: throttle.share)
 
     def check(view: View) -> None:
-        _check_keys(model.name, view)
         model.state.shared.placement.refusals.check("export", model=model.name, number=view.version)
+        _check_keys(model.name, view)
 
     with moment_of(model, options.version, check, with_strings=True) as moment:
         info = moment.version.info
