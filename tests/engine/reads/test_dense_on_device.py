@@ -109,9 +109,7 @@ def test_a_request_of_the_service_takes_the_same_way(
     ]
     with DataPlane(store, max_response=1 << 30).open("ctr", None, Request(specs, [])) as inference:
         arrays = [np.empty(spec.shape, np.float32) for spec in inference.plan.specs]
-        assert not inference.begin([array.reshape(-1) for array in inputs.values()], arrays)
-        assert bound.names == []  # nothing waits for the device before it may
-        inference.finish()
+        inference.run([array.reshape(-1) for array in inputs.values()], arrays)
     assert sorted(bound.names) == ["clicked", "item_id", "user_id"]
     np.testing.assert_allclose(arrays[0][:, 0], expected(store), rtol=1e-4, atol=1e-4)
 
