@@ -1,7 +1,7 @@
 """A service that shares no directory with those who use it: `python -m tools.elsewhere OUT [--rows 1000000]`, on Linux.
 
 It runs with a network of its own, of which only loopback is up, and does not see the directory of those who ask it (root may have that made;
-anybody else gets a service with directories of its own). The first snapshot of two tables is sent to it, the next is imported into it, deltas
+anybody else gets a service with directories of its own). The first snapshot of three tables, one with string keys, is sent to it, the next is imported into it, deltas
 follow, versions are switched and rolled back, and what serves in the end is exported, carried away as `kubectl cp` would, and loaded into
 another data directory. After each step all rows are compared.
 
@@ -30,7 +30,7 @@ import pyarrow.parquet as pq
 import tierstore
 
 COMMAND = (sys.executable, "-m", "tierstore")
-DIMS = {"item": 32, "user": 8}  # a table with string keys belongs here once an export holds their strings
+DIMS = {"item": 32, "user": 8, "query": 4}
 TABLES_TOML = """
 model = "ctr"
 [tables.item]
@@ -38,6 +38,9 @@ path = "item-{version}.parquet"
 [tables.user]
 path = "user-{version}.parquet"
 key_type = "uint64"
+[tables.query]
+path = "query-{version}.parquet"
+key_type = "string"
 """
 CALL_KEYS = 50_000
 Answer = tuple[npt.NDArray[np.float32], npt.NDArray[np.bool_]]
@@ -115,7 +118,9 @@ class Elsewhere:
 # --- what those do who use it
 
 
-def keys(table: str, rows: int) -> npt.NDArray[np.uint64] | npt.NDArray[np.int64]:
+def keys(table: str, rows: int) -> npt.NDArray[np.uint64] | npt.NDArray[np.int64] | npt.NDArray[np.object_]:
+    if table == "query":
+        return np.array([f"shoes size {row}" for row in range(rows)], object)
     if table == "user":
         return np.arange(rows, dtype=np.uint64) + np.uint64(2**63 - rows // 2)
     return np.arange(rows) * 7 - rows
@@ -141,7 +146,7 @@ def expected(table: str, rows: int, version: int, seqs: range) -> Answer:
 
 
 def write_tables(work: Path, rows: int, version: int) -> Path:
-    """Files of both tables, as a job leaves them. Returns the `tables.toml` that names them."""
+    """Files of the tables, as a job leaves them. Returns the `tables.toml` that names them."""
     for table, dim in DIMS.items():
         column = pa.FixedSizeListArray.from_arrays(pa.array(vectors(table, rows, version).ravel()), dim)
         pq.write_table(pa.table({"key": keys(table, rows), "vector": column}), work / f"{table}-{version}.parquet")
@@ -161,7 +166,7 @@ def write_delta(work: Path, rows: int, seq: int) -> Path:
 
 
 def compare(lookup: Callable[..., Answer], rows: int, version: int, seqs: range = range(0)) -> None:
-    """All rows of both tables, to the bit."""
+    """All rows of the tables, to the bit."""
     for table in DIMS:
         wanted, there = expected(table, rows, version, seqs)
         for start in range(0, rows, CALL_KEYS):
