@@ -214,6 +214,26 @@ def test_an_import_is_written_beside_the_data_directory_of_the_settings(
     assert [path.parents[1] for path in seen] == [tmp_path / "disk"]
 
 
+@pytest.mark.parametrize("error", [tierstore.errors.Unauthorized, tierstore.errors.Forbidden])
+def test_an_import_asks_before_the_work_whether_the_token_is_known(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    """A token that may not see all models is known; whether it may load this one is said by the load."""
+
+    def refuse(*_: object) -> None:
+        raise error("no")
+
+    as_spark(tmp_path / "items")
+    monkeypatch.setattr(tierstore.Client, "status", refuse)
+    seen: list[Path] = []
+    monkeypatch.setattr("tierstore.cli.imports._load", lambda write, *_: seen.append(write()) or {})
+    words = ["items", "--model", "ctr", "--table", "item", "--key", "item_id", "--vector", "embedding"]
+    assert cli("import", *words, "--url", "http://127.0.0.1:9").code == (
+        1 if error is tierstore.errors.Unauthorized else 0
+    )
+    assert bool(seen) == (error is tierstore.errors.Forbidden)
+
+
 @pytest.mark.parametrize("keys", [[1, 2, 3, 2], ["a", "ü", "c", "ü"]])
 def test_a_key_that_is_there_twice_is_shown_where_the_user_has_it(
     cli: Cli, tmp_path: Path, place: list[str], keys: list[int] | list[str]

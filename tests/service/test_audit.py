@@ -27,6 +27,18 @@ def lines(data: Path, **wanted: Any) -> list[dict[str, Any]]:
     return [line for line in read(data) if all(line.get(name) == value for name, value in wanted.items())]
 
 
+def test_whom_the_data_plane_refuses_has_one_line(tmp_path: Path) -> None:
+    settings = settings_for(tmp_path)
+    _, reading = TokenFile(settings.data / "tokens.json").create(Role.READER)
+    with Store(settings) as store, ServerThread(store) as server, httpx.Client(base_url=server.url, timeout=60) as http:
+        for token, status in ((reading, 403), ("x", 401)):
+            before = len(lines(settings.data))
+            headers = {"authorization": f"Bearer {token}"}
+            answer = http.post("/v2/repository/models/ctr/load", json={}, headers=headers)
+            (line,) = lines(settings.data)[before:]
+            assert (answer.status_code, line["outcome"]) == (status, "refused")
+
+
 def test_changes_over_http_name_the_token_and_have_before_and_after(tmp_path: Path) -> None:
     settings = settings_for(tmp_path, grpc_port=GRPC)
     tokens = TokenFile(settings.data / "tokens.json")

@@ -17,7 +17,7 @@ import typer
 from tierstore.cli.options import AsJson, Data, Url, argument, option
 from tierstore.cli.target import make_client, open_target, say_aside, service_url, warn_of_dense
 from tierstore.cli.triton import Batch, write_hps
-from tierstore.errors import ConfigError, Conflict, Forbidden, NotFound, SnapshotError, TierstoreError
+from tierstore.errors import ConfigError, Conflict, Forbidden, NotFound, SnapshotError, TierstoreError, Unauthorized
 
 if TYPE_CHECKING:
     from tierstore.client import Client
@@ -400,6 +400,8 @@ def _source_directory(url: str) -> Path:
     with make_client(url) as client:
         try:
             roots = client.status().get("service", {}).get("source_roots")
+        except Unauthorized:  # before the work
+            raise
         except Forbidden:  # a token for one model may not ask
             return here
     if roots is None:  # of an earlier release

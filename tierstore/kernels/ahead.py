@@ -133,7 +133,8 @@ class Compilation:
             self.first.set()
             self._give_way(self.nice)
         elif level == kernels.SOON:
-            if self._is_first:  # otherwise imports, which may be under way on another thread, read them: two readers wait for each other's locks
+            # what was complete already is read by imports, which may be under way: two readers wait for each other's locks
+            if not kernels.is_complete(kernels.SOON):
                 kernels.set_complete(kernels.SOON)
                 kernels.load(kernels.SOON)
             kernels.awaited = False

@@ -92,6 +92,7 @@ class Exchange(Generic[A]):
         """Authorise and charge the request, unless its deadline has passed. `failed`: it was begun elsewhere, and fails
         with this error.
         """
+        self._began_ns = time.perf_counter_ns()  # its body is there
         try:
             self._admit()
             if failed is not None:

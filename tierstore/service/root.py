@@ -96,8 +96,10 @@ class Root:
     def _answer(self, request: HttpRequest) -> Response | None:
         """The response, on whichever thread; None: nobody waits for one."""
         try:
-            with self._access.attempt(request.scope) as attempt:
-                response = attempt.response = request.refusal or request.application.answer(request)
+            response = request.refusal  # which has its line in the audit
+            if response is None:
+                with self._access.attempt(request.scope) as attempt:
+                    response = attempt.response = request.application.answer(request)
             self._log.note(request.scope, response)
         except Exception:  # noqa: BLE001 - the last place where an error can still be answered
             return failed_response(request.scope["path"])

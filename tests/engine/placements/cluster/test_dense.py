@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -256,3 +257,22 @@ def test_a_graph_is_not_put_over_a_newer_one_when_a_server_has_lost_rows(
     refused.over.set()
     scenes.eventually(lambda: marked(a, 2), "both are in the rows again", 60)
     assert stamp_of(open_node("b")) == 2
+
+
+def test_each_loss_of_the_log_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ingester, "STALLED_S", 0.05)
+    one: Any = object.__new__(ingester.Ingester)
+    one._lost_s = {}
+
+    def version(number: int, delta_seq: int = 0) -> Any:
+        return SimpleNamespace(number=number, manifest=SimpleNamespace(delta_seq=delta_seq))
+
+    def at(seq: int, mark: int | None = None) -> Any:
+        return SimpleNamespace(seq=seq, marks={} if mark is None else {1: mark})
+
+    assert one._awaits_log(version(1), at(4, mark=4), 5)
+    scenes.eventually(lambda: not one._awaits_log(version(1), at(4, mark=4), 5), "nodes have had their time", 60)
+    assert one._awaits_log(version(1), at(8, mark=8), 9), "another loss"
+    one._lost_s.clear()
+    assert one._awaits_log(version(1), at(0), 3), "its mark is lost too"
+    assert not one._awaits_log(version(2, delta_seq=5), at(0), 5), "a version that is new"

@@ -202,7 +202,7 @@ class Ingester:
             writer.fence(epoch)
         reached = self._reached[number]
         if is_new or _mark(info, pointer) < reached:
-            if self._awaits_log(number, pointer, reached):
+            if self._awaits_log(info, pointer, reached):
                 return
             self._restore_heads(info, pointer, epoch)
         if reached < upto:
@@ -272,12 +272,13 @@ class Ingester:
             )
         return min(state.seq for state in states if state is not None)
 
-    def _awaits_log(self, number: int, pointer: Pointer, reached: int) -> bool:
+    def _awaits_log(self, info: VersionInfo, pointer: Pointer, reached: int) -> bool:
         """Whether nodes may yet put back deltas that the rows have and the log has lost, with their dense parts."""
-        if not (pointer.marks.get(number, reached) < reached and (pointer.seq or 0) < reached):
-            self._lost_s.pop(number, None)
-            return False
-        return time.monotonic() - self._lost_s.setdefault(number, time.monotonic()) < STALLED_S
+        is_lost, now_s = _mark(info, pointer) < reached and (pointer.seq or 0) < reached, time.monotonic()
+        if is_lost and now_s - self._lost_s.setdefault(info.number, now_s) < STALLED_S:
+            return True
+        self._lost_s.pop(info.number, None)  # another loss is waited for anew
+        return False
 
     def _restore_heads(self, info: VersionInfo, pointer: Pointer, epoch: int) -> None:
         """Have the cluster's dense parts of a version be those of its rows.
@@ -386,8 +387,12 @@ class Ingester:
         upto = may_go(ages, held, loading, entries[0].seq - 1, self._settings.log_kept_s)
         if upto is not None:
             self._forget_before(upto)
-            number, reached = next(iter(self._reached.items()))
-            self._shared.progress(epoch, number, reached, reached, upto + 1)
+            for number, reached in self._reached.items():
+                if reached >= pointer.marks.get(
+                    number, 0
+                ):  # otherwise its servers have lost rows, and no progress is noted
+                    self._shared.progress(epoch, number, reached, reached, upto + 1)
+                    break
 
     def _forget_before(self, upto: int) -> None:
         """What deltas have replaced is kept as long as they are in the log."""

@@ -157,7 +157,8 @@ class _Plan:
         for seq in pushes:
             entries = shared.read(seq - 1, 1)
             if not entries or entries[0].seq != seq:
-                self.same = None
+                self.same = None  # the dense parts stay as they are
+                self.pushes.clear()
                 if self.tags:
                     self.problem = f"delta {seq}, which it lacks, is not in the log any more"
                 break
