@@ -125,3 +125,19 @@ def test_malformed_messages_over_grpc_use_up_the_rate_of_their_caller(tmp_path: 
                 )
                 codes.append(call.code())
             assert codes == [grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED]
+
+
+@needs_grpc
+def test_the_time_that_a_body_takes_is_not_of_the_look_up(
+    server: ServerThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loads make way for look-ups that became slow: a client that is slow to send must not look like that."""
+    clock_ns, took = [10**9], list[int]()
+    monkeypatch.setattr("tierstore.service.exchange.time.perf_counter_ns", lambda: clock_ns[0])
+    stats = server.service.inference_stats
+    monkeypatch.setattr(stats, "succeeded", lambda _model, _version, elapsed_ns, _spent: took.append(elapsed_ns))
+    exchange = exchange_of(server.service, message_naming("one", broken=False))
+    clock_ns[0] += 30 * 10**9
+    exchange.admit()
+    exchange.answer()
+    assert took == [0]
