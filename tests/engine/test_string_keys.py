@@ -17,9 +17,14 @@ from tests.collisions import digest, pair
 from tests.engine import scenes
 from tests.formats.disks import FailingDisk
 from tests.predict.onnx_models import linear
+from tierstore.engine.operations import backup
 from tierstore.engine.operations.restore import restore
 from tierstore.errors import Corruption, InvalidInput, TierstoreError
 from tierstore.formats import files
+from tierstore.formats.snapshot.reader import open_snapshot
+from tierstore.ingest import strings
+from tierstore.ingest.tasks import SortStrings
+from tierstore.tiers.disk.strings_file import OpenStrings, StringsFile
 
 pytestmark = pytest.mark.usefixtures("quick_loads")
 
@@ -177,6 +182,19 @@ def test_a_backup_has_the_strings(open_store, tmp_path):
     restore(tmp_path / "backup", tmp_path / "restored")
     with tierstore.open(tmp_path / "restored", **OPTIONS) as other:
         check_export(other, tmp_path, there(FIRST))
+
+
+def test_the_next_backup_does_not_read_the_strings_again(open_store, tmp_path, monkeypatch):
+    store = open_store()
+    store.load_snapshot(snapshot(tmp_path))
+    read: list[str] = []
+    entry_of = backup.entry_of
+    monkeypatch.setattr(backup, "entry_of", lambda path, name: read.append(path.suffix) or entry_of(path, name))
+    store.backup("ctr", tmp_path / "backup")
+    assert ".strings" in read
+    read.clear()
+    store.backup("ctr", tmp_path / "backup")
+    assert ".strings" not in read
 
 
 def test_a_node_with_some_partitions_has_their_strings(open_store, tmp_path):
@@ -364,3 +382,30 @@ def reset(store: tierstore.Store) -> None:
     store.deactivate("ctr")
     for number in numbers:
         store.drop("ctr", number)
+
+
+# --- files of a load
+
+
+def sorted_by(tmp_path: Path, task: int, most_bytes: int, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What a task makes of a snapshot's string keys, with a file for every ten of them."""
+    monkeypatch.setattr(strings, "_BATCH_ROWS", 10)
+    (tmp_path / "strings").mkdir(exist_ok=True)
+    wanted = SortStrings("word", task, [0], str(tmp_path / "strings"), 1, most_bytes)
+    return strings.sort_strings(open_snapshot(tmp_path / "s"), wanted, lambda _: None)
+
+
+def test_a_task_of_a_load_leaves_few_files_however_little_memory_it_has(tmp_path, monkeypatch):
+    """Whoever looks for a string reads a block of each."""
+    texts = [f"word-{i}" for i in range(200)]
+    with tierstore.SnapshotWriter(tmp_path / "s", model="ctr", version=1) as writer:
+        writer.table("word", dim=1, key="string").write(texts, np.zeros((200, 1), np.float32))
+        writer.feature("word", table="word")
+    made = sorted_by(tmp_path, 0, 1 << 30, monkeypatch)
+    (file,) = (StringsFile(*of) for of in made.files)
+    assert [path.name for path in (tmp_path / "strings").iterdir()] == [file.name]
+    with OpenStrings(tmp_path / "strings" / file.name, file) as opened:
+        found = [text for _, some in opened.all() for text in some.to_pylist()]
+    assert found == sorted(texts, key=digest)
+    other = sorted_by(tmp_path, 1, file.bytes + 10, monkeypatch)
+    assert other.too_many, "the size is that of all tasks"

@@ -120,6 +120,15 @@ def test_codes_of_a_quantized_layer_are_refused_even_where_integers_are_meant(
             imported(tmp_path, tmp_path / "model.weights.h5", "item.0", integers=integers)
 
 
+def test_layers_of_one_name_in_an_earlier_file_are_told_apart(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "model.h5", "w") as file:
+        for number, tower in enumerate(("user", "item")):
+            file[f"model_weights/{tower}/emb/embeddings:0"] = np.full((4, 2), number, np.float32)
+    with pytest.raises(SnapshotError, match=r"no tensor 'emb\.embeddings:0'"):
+        imported(tmp_path, tmp_path / "model.h5", "emb.embeddings:0")
+    assert imported(tmp_path, tmp_path / "model.h5", "item.emb.embeddings:0")[0] == [1.0, 1.0]
+
+
 def test_many_rows_are_read_in_batches_from_within_a_zip(tmp_path: Path) -> None:
     rows = np.random.default_rng(0).normal(size=(100_000, 3)).astype(np.float32)
     with h5py.File(tmp_path / "model.weights.h5", "w") as file:

@@ -67,6 +67,7 @@ GOLDEN = "golden"  # within WARMUP, where an earlier release does not look
 GOLDEN_INDEX = f"{WARMUP}/{GOLDEN}/index.json"  # of a snapshot, a built version and a version alike
 HOT, HOT_ON_DEVICE = "hot", "hot-device"
 STRINGS = "strings"
+STRINGS_SUFFIX = ".strings"
 BUILD = "build"
 JOURNAL = "journal"  # within BUILD
 KEYS_SUFFIX = ".npy"
@@ -124,7 +125,7 @@ def format_log_entry(seq: int, digest: str) -> str:
 
 def strings_file(table: str, task: int, number: int) -> str:
     """The name of a file with strings of a table's keys; one of a load's tasks makes several if they are many."""
-    return f"{check_name('table', table)}-{task:04d}-{number:04d}.strings"
+    return f"{check_name('table', table)}-{task:04d}-{number:04d}{STRINGS_SUFFIX}"
 
 
 def parse_log_entry(name: str) -> tuple[int, str] | None:

@@ -116,19 +116,24 @@ def _variables(path: Path, file: Any) -> dict[str, Any]:
     names = Counter(layers.values())
     legacy = 1 if _LEGACY in file else 0 if "layer_names" in file.attrs else None  # groups above those of layers
     found = {}
+    of_legacy: list[tuple[list[str], Any]] = []
 
     def visit(where: str, one: Any) -> None:
         parts = where.split("/")
         if not hasattr(one, "shape") or parts[0] in _OPTIMIZERS:
             return
         if legacy is not None:
-            found[".".join(parts[legacy + 1 :])] = one
+            of_legacy.append((parts[legacy:], one))
         elif parts[-2:-1] == [_VARIABLES]:
             layer = layers.get("/".join(parts[:-1]))
             of = [layer] if layer is not None and names[layer] == 1 else parts[:-2]
             found[".".join([*of, parts[-1]])] = one
 
     file.visititems(visit)
+    short = Counter(".".join(parts[1:]) for parts, _ in of_legacy)
+    for parts, one in of_legacy:
+        name = ".".join(parts[1:])
+        found[name if short[name] == 1 else ".".join(parts)] = one
     return found
 
 

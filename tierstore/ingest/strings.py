@@ -13,16 +13,18 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
+from tierstore.formats import files
 from tierstore.formats.keys import are_own
 from tierstore.formats.names import strings_file
 from tierstore.formats.snapshot.reader import Snapshot
 from tierstore.ingest.runs import ReportRows
 from tierstore.ingest.tasks import SortedStrings, SortStrings
-from tierstore.tiers.disk.strings_file import StringsFile, write_strings
+from tierstore.tiers.disk.strings_file import StringsFile, merged_strings, opened, write_ascending, write_strings
 from tierstore.types import Keys, Partitions
 
 _BESIDE_BYTES = 32  # of a string: its place, its hash, and its place in the order, with room to sort
 _BATCH_ROWS = 1 << 17
+_MOST_FILES = 4  # of a task: whoever looks for a string reads a block of each
 
 
 def sort_strings(snapshot: Snapshot, task: SortStrings, report: ReportRows) -> SortedStrings:
@@ -52,9 +54,17 @@ def sort_strings(snapshot: Snapshot, task: SortStrings, report: ReportRows) -> S
                 held_bytes += strings.nbytes + _BESIDE_BYTES * len(hashes)
             if held_bytes >= task.run_bytes:
                 flush()
-                if sum(of.bytes for of in made) > task.most_bytes:
+                if files.tree_bytes(task.folder) > task.most_bytes:  # those of all tasks
                     return SortedStrings([], too_many=True)
             report(read)
     if held:
         flush()
+    if len(made) > _MOST_FILES:
+        folder = Path(task.folder)
+        with opened(folder, made) as parts:
+            merged = merged_strings([part.all() for part in parts])
+            one = write_ascending(folder / strings_file(task.table, task.number, len(made)), merged)
+        for of in made:
+            files.remove_file(folder / of.name, durable=False)
+        made = [one]
     return SortedStrings([(of.name, of.xxh3, of.bytes, of.strings) for of in made])

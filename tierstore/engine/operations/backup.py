@@ -26,7 +26,7 @@ from tierstore.engine.versions.info import VersionInfo
 from tierstore.errors import Closed, Conflict, Corruption, StorageError
 from tierstore.formats import files
 from tierstore.formats.backups import Backup, BackupFile, Backups, content_of, only_backup, record_name, sender
-from tierstore.formats.names import BUILD, DB, DELTA_SUFFIX, TEMPORARY, ModelDirectory, is_scratch
+from tierstore.formats.names import BUILD, DB, DELTA_SUFFIX, STRINGS_SUFFIX, TEMPORARY, ModelDirectory, is_scratch
 from tierstore.formats.one_writer import StillAlone
 from tierstore.formats.uploads import scratch_directory
 from tierstore.tiers.background import Pace
@@ -233,7 +233,7 @@ class _Sending:
         if (
             before is not None
             and (
-                path.parent.name == BASE or path.suffix in (".sst", DELTA_SUFFIX)
+                path.parent.name == BASE or path.suffix in (".sst", STRINGS_SUFFIX, DELTA_SUFFIX)
             )  # they keep their content with their name
             and (before.bytes, before.changed_ns) == (found.st_size, found.st_mtime_ns)
             and before.content in there

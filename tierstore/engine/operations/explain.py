@@ -23,7 +23,7 @@ from tierstore.engine.reads.view import View
 from tierstore.engine.serving.routing import STABLE
 from tierstore.engine.versions.info import VersionInfo
 from tierstore.engine.versions.strings import find_strings
-from tierstore.errors import Corruption, InvalidInput
+from tierstore.errors import InvalidInput, StorageError
 from tierstore.formats.colliding import NONE
 from tierstore.formats.key_arrays import key_array
 from tierstore.formats.keys import as_codes, partition_of
@@ -84,7 +84,7 @@ def explain_codes(
         seen = look(view, cascade, codes)
         folded, seq, strings = version.watermark, view.seq, dict[int, str]()
         if cascade.spec.key is KeyType.STRING:
-            with contextlib.suppress(Corruption):  # `verify` names the file
+            with contextlib.suppress(StorageError):  # `verify` names the file
                 strings = find_strings(version, view.overlays, table, codes.tolist(), colliding or NONE)
     spec = cascade.spec
     wanted = np.array([one.code for one in seen if one.place is None or one.place.explained is None], np.int64)
@@ -106,7 +106,8 @@ def explain_codes(
 
 def _of_string(entry: dict[str, Any], strings: Mapping[int, str]) -> dict[str, Any]:
     """An entry with the string of the key whose row is answered; None if it is not kept, or there is no row."""
-    return entry | {"string": strings.get(entry["code"]) if entry["found"] else None}
+    known = strings.get(entry["code"], entry.get("string"))  # else as a node behind a front said
+    return entry | {"string": known if entry["found"] else None}
 
 
 def _entry(
@@ -141,7 +142,14 @@ def _entry(
     if place is not None and place.explained is not None:
         theirs: dict[str, Any] = place.explained
         of_owner = {name: theirs[name] for name in ("state", "why", *_NO_HISTORY, "row_time", "expires_at")}
-        return entry | of_owner | {"owner": {name: theirs[name] for name in ("tier", "tiers", "agree", "differ")}}
+        return (
+            entry
+            | of_owner
+            | {
+                "string": theirs.get("string"),
+                "owner": {name: theirs[name] for name in ("tier", "tiers", "agree", "differ")},
+            }
+        )
     write = history.last.get(seen.code)
     others = [one.document() | {"base_version": one.base_version} for one in history.others.get(seen.code, ())]
     undone = [

@@ -11,7 +11,7 @@ from typing import Any
 
 from tierstore.engine.reads.view import View
 from tierstore.engine.versions.strings import find_strings
-from tierstore.errors import Corruption, NotFound
+from tierstore.errors import NotFound, StorageError
 from tierstore.formats.colliding import NONE
 from tierstore.types import KeyType, Tier, whole_number
 
@@ -35,7 +35,7 @@ def cache_report(view: View, table: str, limit: int) -> dict[str, Any]:
         hottest = [(int(key), None) for keys in version.kept_hot_keys(table, Tier.HOST)[:1] for key in keys[:limit]]
     kind, strings = version.specs[table].key, dict[int, str]()
     if kind is KeyType.STRING:
-        with contextlib.suppress(Corruption):  # `verify` names the file
+        with contextlib.suppress(StorageError):  # `verify` names the file
             codes, colliding = [code for code, _ in hottest], view.colliding.get(table, NONE)
             strings = find_strings(version, view.overlays, table, codes, colliding)
     return {

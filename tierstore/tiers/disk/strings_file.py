@@ -26,6 +26,7 @@ import numpy as np
 import pyarrow as pa
 import xxhash
 
+from tierstore import open_files
 from tierstore.errors import Corruption, StorageError
 from tierstore.formats import files
 from tierstore.formats.colliding import hash_arrow
@@ -40,6 +41,7 @@ _INDEX = np.dtype(
 )
 _BLOCK_BYTES = 64 << 10  # of strings and their lengths; a longer string has a block of its own
 _LENGTH_BYTES = 4
+_ADDED_BYTES = 4 << 20  # of strings that are cut into blocks at a time
 
 Strings = Iterator[tuple[Keys, pa.Array]]  # hashes or codes int64 [n], ascending, and large_string [n]
 
@@ -86,26 +88,47 @@ class KeptStrings:
 def write_strings(path: Path, strings: pa.Array, hashes: Keys) -> StringsFile:
     """Write one file of one or more strings, large_string [n] in any order, and their hashes. StorageError."""
     order = np.argsort(hashes, kind="stable")
-    lengths = np.diff(np.frombuffer(strings.buffers()[1], np.int64)[strings.offset : strings.offset + len(strings) + 1])
-    ends = np.cumsum(lengths[order] + _LENGTH_BYTES)
-    cuts = np.searchsorted(ends, np.arange(_BLOCK_BYTES, ends[-1], _BLOCK_BYTES))
-    bounds = np.unique(np.concatenate([[0], cuts, [len(order)]])).tolist()
-    index, codec = np.zeros(len(bounds) - 1, _INDEX), _codec()
+    step = max(1, _ADDED_BYTES * len(order) // max(1, strings.nbytes))  # or all would be copied at once
+    parts = (order[begin : begin + step] for begin in range(0, len(order), step))
+    return write_ascending(path, ((hashes[part], strings.take(pa.array(part))) for part in parts))
+
+
+def write_ascending(path: Path, parts: Strings) -> StringsFile:
+    """Write one file of one or more strings that come by ascending hash. StorageError, and what `parts` raises."""
+    index: list[tuple[int, ...]] = []
+    codec, at = _codec(), _HEADER.size
     with files.publish(path) as file:
         file.write(_HEADER.pack(_MAGIC, FORMAT, 0))
-        at = _HEADER.size
-        for i, (begin, end) in enumerate(pairwise(bounds)):
-            unpacked = _packable(strings.take(pa.array(order[begin:end])))
-            block = codec.compress(unpacked, asbytes=True)
-            checksum = xxhash.xxh3_64_intdigest(block)
-            index[i] = hashes[order[begin]], at, len(block), len(unpacked), end - begin, checksum
-            file.write(block)
-            at += len(block)
-        file.write(index.tobytes())
-        checksum = xxhash.xxh3_64_intdigest(index.tobytes())
-        file.write(_TRAILER.pack(len(order), len(index), at, checksum, _END))
-        size = at + index.nbytes + _TRAILER.size
-    return StringsFile(path.name, f"{checksum:016x}", size, len(order))
+        for hashes, strings in _together(parts):
+            offsets = np.frombuffer(strings.buffers()[1], np.int64)[strings.offset : strings.offset + len(strings) + 1]
+            ends = np.cumsum(np.diff(offsets) + _LENGTH_BYTES)
+            cuts = np.searchsorted(ends, np.arange(_BLOCK_BYTES, ends[-1], _BLOCK_BYTES))
+            for begin, end in pairwise(np.unique(np.concatenate([[0], cuts, [len(hashes)]])).tolist()):
+                unpacked = _packable(strings.take(pa.array(np.arange(begin, end))))
+                block = codec.compress(unpacked, asbytes=True)
+                checksum = xxhash.xxh3_64_intdigest(block)
+                index.append((int(hashes[begin]), at, len(block), len(unpacked), end - begin, checksum))
+                file.write(block)
+                at += len(block)
+        entries = np.array(index, _INDEX)
+        file.write(entries.tobytes())
+        count, checksum = int(entries["strings"].sum()), xxhash.xxh3_64_intdigest(entries.tobytes())
+        file.write(_TRAILER.pack(count, len(index), at, checksum, _END))
+        size = at + entries.nbytes + _TRAILER.size
+    return StringsFile(path.name, f"{checksum:016x}", size, count)
+
+
+def _together(parts: Strings) -> Strings:
+    """The same in parts of about `_ADDED_BYTES`, so that blocks are full."""
+    held: list[tuple[Keys, pa.Array]] = []
+    for hashes, strings in parts:
+        if len(hashes):
+            held.append((hashes, strings))
+        if sum(strings.nbytes for _, strings in held) >= _ADDED_BYTES:
+            yield np.concatenate([of for of, _ in held]), pa.concat_arrays([of for _, of in held])
+            held.clear()
+    if held:
+        yield np.concatenate([of for of, _ in held]), pa.concat_arrays([of for _, of in held])
 
 
 def _codec() -> pa.Codec:
@@ -233,5 +256,6 @@ def merged_strings(parts: Sequence[Strings]) -> Strings:
 @contextlib.contextmanager
 def opened(folder: Path, expected: Sequence[StringsFile]) -> Iterator[list[OpenStrings]]:
     """The files of a folder, open for the length of a block. Errors as of `OpenStrings`."""
+    open_files.allow(len(expected))
     with contextlib.ExitStack() as stack:
         yield [stack.enter_context(OpenStrings(folder / of.name, of)) for of in expected]
