@@ -179,6 +179,18 @@ def test_a_front_says_what_it_holds_and_what_the_owner_says(scene: Scene) -> Non
     assert (warm["tier"], warm["agree"]) == ("host", True)
 
 
+def test_a_front_shows_the_string_that_a_node_keeps(scene: Scene, tmp_path: Path) -> None:
+    node = scene.node()
+    with tierstore.SnapshotWriter(tmp_path / "words", model="words", version=1) as writer:
+        writer.table("word", dim=1, key="string").write(["a", "b"], [[1.0], [2.0]])
+        writer.feature("word", table="word")
+    node.store.load_snapshot(tmp_path / "words")
+    front = scene.front()
+    scenes.eventually(lambda: "words" in front.models() and front.model("words").active_version == 1, "it follows", 60)
+    shown = front.explain("words", "word", ["a", "never"])["keys"]
+    assert [entry["string"] for entry in shown] == ["a", None]
+
+
 def test_a_front_that_asks_changes_nothing_at_the_owner(scene: Scene) -> None:
     scene.node().load(1, 0)
     front = scene.front()
