@@ -39,7 +39,7 @@ from benchmarks import report
 from benchmarks.machine import describe
 from benchmarks.options import HIDDEN, parser_of
 from benchmarks.predict_service import MODEL, Served
-from benchmarks.swap import Admin, by_phase
+from benchmarks.swap import Admin, by_phase, latencies
 from tierstore.service.process import request_short_slices
 
 FEATURE, DIM, HOT, KEYS = "item_id", 32, 20_000, 1024
@@ -235,7 +235,7 @@ def result(seen: np.ndarray, ticks: np.ndarray, admin: Admin, began: float, ende
     late = (ticks[:, 1] - ticks[:, 0]) * 1e3
     busy = (ticks[:, 1] >= began) & (ticks[:, 0] <= ended)
     for name, which in (("waking up alone, quiet", ~busy), ("waking up alone, all changes", busy)):
-        p50, p99, most = np.quantile(late[which], (0.5, 0.99, 1.0))
+        p50, p99, most = latencies(late[which])
         rows.append({"while": name, "requests": int(which.sum()), "p50_ms": p50, "p99_ms": p99, "max_ms": most})
     return {
         "headlines": [

@@ -247,12 +247,20 @@ def measure(where: Path, rows: int, quiet_s: float, rounds: int, deltas: int) ->
         change = changes(admin, sources[1:], deltas)
         with Load(served, messages, interval_s) as load:
             time.sleep(quiet_s)
+            until = time.monotonic() + 60
+            while not load.seen.spans and time.monotonic() < until:  # a tiny run on a busy machine
+                time.sleep(0.01)
             began = time.perf_counter()
             change()
             ended = time.perf_counter()
             time.sleep(quiet_s)
         cpus = served.cpu_s()
     return result(load.seen, admin, began, ended, {"capacity_per_s": capacity, "server_cpu_s": cpus})
+
+
+def latencies(took: np.ndarray) -> list[float | None]:
+    """p50, p99 and the longest; None where a busy machine has answered nothing in a phase of a tiny run."""
+    return np.quantile(took, (0.5, 0.99, 1.0)).tolist() if len(took) else [None, None, None]
 
 
 def by_phase(begun: np.ndarray, answered: np.ndarray, admin: Admin, began: float, ended: float) -> list[dict[str, Any]]:
@@ -262,15 +270,16 @@ def by_phase(begun: np.ndarray, answered: np.ndarray, admin: Admin, began: float
     for kind in dict.fromkeys(what for what, _, _ in admin.spans):
         of = [(answered >= a) & (begun <= b) for what, a, b in admin.spans if what == kind]
         phases[kind] = during & np.any(of, axis=0)
-    rows, quiet_p99 = [], float(np.quantile(took[~during], 0.99))
+    _, quiet_p99, _ = latencies(took[~during])
+    rows = []
     for name, which in phases.items():
-        p50, p99, most = np.quantile(took[which], (0.5, 0.99, 1.0)).tolist() if which.any() else (None, None, None)
+        p50, p99, most = latencies(took[which])
         each = [b - a for what, a, b in admin.spans if what == name]
         rows.append(
             {
                 "while": name, "times": len(each) or None, "seconds_each": float(np.mean(each)) if each else None,
                 "requests": int(which.sum()), "p50_ms": p50, "p99_ms": p99, "max_ms": most,
-                "p99_over_quiet": None if p99 is None else p99 / quiet_p99,
+                "p99_over_quiet": None if p99 is None or quiet_p99 is None else p99 / quiet_p99,
             }
         )  # fmt: skip
     return rows
