@@ -83,6 +83,7 @@ NOT_RUN = {  # the beginning of a line, or of a program → why
     "import numpy as np\nimport tensorflow as tf\nimport tierstore": "needs TFRA; tests/interop/test_tfra.py runs it where that is",
     "tierstore import warehouse/items": "needs a table with a log; tests/imports/test_lake_tables.py and tests/cli/test_commands.py import such",
     "import numpy\nimport tensorflow": "needs TensorFlow; tests/imports/test_trainers_programs.py runs such lines",
+    "import jax\nimport numpy\nimport orbax.checkpoint": "needs Orbax; the same",
     "item = Entity(": "needs Feast; tests/interop/test_feast.py does the same",
     "store.get_online_features(": "the same",
     "tierstore lookup shop-items": "the same",

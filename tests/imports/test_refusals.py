@@ -132,6 +132,7 @@ def test_a_key_of_a_folders_name_is_text_though_it_looks_like_a_date(tmp_path: P
         "ckpt-1.data-00000-of-00001",
         "saved_model.pb",
         "0/manifest.ocdbt",
+        "default/_METADATA",
     ],
 )
 def test_what_only_its_trainer_reads_is_refused_with_where_to_look(tmp_path: Path, name: str) -> None:
@@ -142,6 +143,20 @@ def test_what_only_its_trainer_reads_is_refused_with_where_to_look(tmp_path: Pat
             SnapshotError, match=r"is a file of an? (TensorFlow|Orbax) .*numpy.savez.*docs/trainers\.md"
         ):
             imported(path, tmp_path / "s")
+
+
+def test_a_program_for_orbax_names_the_directory_that_is_restored(tmp_path: Path) -> None:
+    for name in ("7/_CHECKPOINT_METADATA", "7/default/_METADATA", "7/default/ocdbt.process_0/manifest.ocdbt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"")
+    restored = tmp_path / "7/default"
+    for path in (tmp_path, tmp_path / "7", tmp_path / "7/_CHECKPOINT_METADATA", restored, restored / "_METADATA"):
+        with pytest.raises(SnapshotError, match=rf"Orbax .*path = orbax.PyTreeCheckpointer\(\), '{restored}';"):
+            imported(path, tmp_path / "s")
+    (tmp_path / "8/default").mkdir(parents=True)
+    (tmp_path / "8/default/_METADATA").write_bytes(b"")
+    with pytest.raises(SnapshotError, match=rf"checkpoints of Orbax in 2 .*name one of them, as {restored}"):
+        imported(tmp_path, tmp_path / "s")
 
 
 SPARK = pa.struct(

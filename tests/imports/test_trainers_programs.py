@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +16,8 @@ from tierstore.errors import SnapshotError
 from tierstore.imports.tables import import_table
 
 TENSORFLOW = Path(__file__).parents[2] / ".clients/tfs/bin/python"
+# a Python that has Orbax and JAX, which may be another than that of the tests
+ORBAX = os.environ.get("ORBAX_PYTHON") or (sys.executable if find_spec("orbax") and find_spec("jax") else None)
 ROWS = np.arange(12, dtype=np.float32).reshape(4, 3)
 KEYS = [70, 80, 90, 100]
 # variables, a hash table, and tensors by DeepRec's names of a table in two partitions
@@ -30,23 +35,43 @@ tf.raw_ops.SaveV2(prefix="deeprec", tensor_names=list(parts), shape_and_slices=[
 """
 VARIABLE, TABLE = "item/.ATTRIBUTES/VARIABLE_VALUE", "module/table/.ATTRIBUTES/table"
 PARTS = "numpy.concatenate([checkpoint.get_tensor(f'emb/part_{i}-%s') for i in range(2)])"
+# on four devices, of which the program that reads it has one: a table in two types beside what is no array of rows
+WRITE_WITH_ORBAX = """
+import jax, numpy, orbax.checkpoint as orbax
+devices = jax.sharding.Mesh(numpy.array(jax.devices()).reshape(4), ("rows",))
+by_row = jax.sharding.NamedSharding(devices, jax.sharding.PartitionSpec("rows"))
+rows = numpy.arange(12, dtype="f4").reshape(4, 3)
+float32, bfloat16 = (jax.device_put(rows.astype(dtype), by_row) for dtype in ("float32", jax.numpy.bfloat16))
+state = {"params": {"item": {"embedding": float32}, "towers": [{"kernel": -float32}, {"kernel": bfloat16}]}, "step": 7, "note": "text"}
+orbax.PyTreeCheckpointer().save(path / "alone", state)
+orbax.PyTreeCheckpointer(use_ocdbt=False).save(path / "files", state)
+with orbax.CheckpointManager(path / "managed") as manager:
+    manager.save(7, args=orbax.args.PyTreeSave(state))
+"""
 
 
 def program(path: Path, out: str) -> str:
     """The program of the refusal of a file, which is made for it; it writes the array `out`."""
     path.parent.mkdir(exist_ok=True, parents=True)
     path.write_bytes(b"")
-    with pytest.raises(SnapshotError, match="which is not read") as refused:
-        import_table(path, model="ctr", table="item", out=path.parent / "s")
+    text = refusal(path)
     path.unlink()
-    text = str(refused.value).partition("which is: ")[2].partition(", with ")[0]
-    assert "'item.npz'" in text
     return text.replace("item.npz", out)
 
 
-def imported(where: Path, name: str) -> dict[int, list[float]]:
-    import_table(where / f"{name}.npz", model="ctr", table="item", out=where / "snapshots" / name)
-    return rows_of(where / "snapshots" / name)
+def refusal(path: Path) -> str:
+    """The program that the refusal of this path names."""
+    with pytest.raises(SnapshotError, match="which is not read") as refused:
+        import_table(path, model="ctr", table="item", out=path.parent / "s")
+    text = str(refused.value).partition("which is: ")[2].partition(", with ")[0]
+    assert "'item.npz'" in text
+    return text
+
+
+def imported(where: Path, name: str, of: str = "") -> dict[int, list[float]]:
+    out = where / "snapshots" / f"{of}{name}"
+    import_table(where / f"{name}.npz", model="ctr", table="item", out=out)
+    return rows_of(out)
 
 
 @pytest.mark.skipif(not TENSORFLOW.exists(), reason="TensorFlow is not installed: make client-venvs")
@@ -64,3 +89,29 @@ def test_tables_of_tensorflow(tmp_path: Path) -> None:
     by_number, by_key = dict(enumerate(ROWS.tolist())), dict(zip(KEYS, ROWS.tolist(), strict=True))
     found = {name: imported(tmp_path, name) for name in ("variable", "saved", "table", "parts")}
     assert found == {"variable": by_number, "saved": by_number, "table": by_key, "parts": by_key}
+
+
+def with_orbax(text: str, where: Path, devices: int) -> subprocess.CompletedProcess[str]:
+    environment = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+    command = [str(ORBAX), "-c", text]
+    return subprocess.run(
+        command, cwd=where, env=os.environ | environment, timeout=240, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.skipif(ORBAX is None, reason="Orbax is not installed: pip install 'jax[cpu]' orbax-checkpoint")
+def test_tables_of_orbax_on_fewer_devices_than_they_were_saved_on(tmp_path: Path) -> None:
+    wrote = with_orbax(f"import pathlib; path = pathlib.Path({str(tmp_path)!r}){WRITE_WITH_ORBAX}", tmp_path, devices=4)
+    assert wrote.returncode == 0, wrote.stderr
+    by_number = dict(enumerate(ROWS.tolist()))
+    for checkpoint in ("alone", "files", "managed"):
+        text = refusal(tmp_path / checkpoint)
+        both = [
+            text.replace("item.npz", "float32.npz").replace("NAME", "params.item.embedding"),
+            text.replace("item.npz", "bfloat16.npz").replace("NAME", "params.towers.1.kernel").replace("=rows)", "=rows.astype('float32'))"),
+        ]  # fmt: skip
+        read = with_orbax("\n".join(both), tmp_path, devices=1)
+        assert read.returncode == 0, read.stderr
+        found = {name: imported(tmp_path, name, checkpoint) for name in ("float32", "bfloat16")}
+        assert found == {"float32": by_number, "bfloat16": by_number}
+    assert "not enough values" in with_orbax(text, tmp_path, devices=1).stderr, "NAME is the name of no array"

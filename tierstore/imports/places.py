@@ -39,12 +39,22 @@ _TENSORFLOW = (
     "numpy.savez('item.npz', vectors=checkpoint.get_tensor('NAME')), with a NAME of "
     "checkpoint.get_variable_to_shape_map()"
 )
-_ORBAX = "numpy.savez('item.npz', vectors=…) in the program that restores it"
+# Orbax's own types take the devices that the trainer had, NumPy's do not. Of a smaller tree with a wrong name it would
+# give back what it was asked with, so it gets the whole one, where a placeholder leaves out what only training needs.
+_ORBAX = (
+    "import jax, numpy, orbax.checkpoint as orbax; reader, path = orbax.PyTreeCheckpointer(), {path!r}; "
+    "tree = reader.metadata(path).item_metadata.tree; table = jax.tree.map(lambda leaf: "
+    "orbax.RestoreArgs(numpy.ndarray) if leaf.name == 'NAME' else orbax.PLACEHOLDER, tree); "
+    "state = reader.restore(path, orbax.args.PyTreeRestore(table, table)); "
+    "[rows] = [leaf for leaf in jax.tree.leaves(state) if leaf is not orbax.PLACEHOLDER]; "
+    "numpy.savez('item.npz', vectors=rows), with a NAME of [leaf.name for leaf in jax.tree.leaves(tree)]"
+)
+_ORBAX_TREE = "_METADATA"  # in a directory that Orbax restores, which may lie below that of a step
 # what only a large package reads: the names of its files, the checkpoint that they are of, and a program for its rows
 _TRAINERS = (
     (re.compile(r"(.+)\.(?:index|data-\d+-of-\d+)"), r"\1", "a TensorFlow checkpoint", _TENSORFLOW),
     (re.compile(r"saved_model\.pb"), "variables/variables", "a TensorFlow SavedModel", _TENSORFLOW),
-    (re.compile(r"manifest\.ocdbt|_CHECKPOINT_METADATA"), "", "an Orbax checkpoint", _ORBAX),
+    (re.compile(rf"{_ORBAX_TREE}|manifest\.ocdbt|_CHECKPOINT_METADATA"), "", "an Orbax checkpoint", _ORBAX),
 )
 _DISTRIBUTED = ".metadata"  # of torch.distributed.checkpoint, in its directory
 ICEBERG_METADATA = re.compile(r".+\.metadata\.json")
@@ -188,12 +198,25 @@ def _refuse_trainers(path: Path, names: Sequence[PurePosixPath]) -> None:
         found = [name for name in names if files.fullmatch(name.name)]
         if found:
             name = min(found, key=lambda one: len(one.parts))  # others lie deeper
-            where = (folder / name.parent / files.sub(checkpoint, name.name)).absolute()
+            where = folder / name.parent / files.sub(checkpoint, name.name)
+            if program is _ORBAX:
+                where = _orbax_tree(folder) or where
             raise SnapshotError(
                 f"{name} is a file of {trainer}, which is not read. A program writes a table of it as .npz, which is: "
-                f"{program.format(path=str(where))} (docs/trainers.md)",
+                f"{program.format(path=str(where.absolute()))} (docs/trainers.md)",
                 file=str(path),
             )
+
+
+def _orbax_tree(folder: Path) -> Path | None:
+    """The directory here or below that Orbax restores, None without one; SnapshotError names one of several."""
+    trees = sorted(folder / name.parent for name in names_below(folder) if name.name == _ORBAX_TREE)
+    if len(trees) > 1:
+        raise SnapshotError(
+            f"holds checkpoints of Orbax in {len(trees)} of its directories: name one of them, as {trees[0]}",
+            file=str(folder),
+        )
+    return trees[0] if trees else None
 
 
 def _own_directories(names: Sequence[PurePosixPath]) -> dict[PurePosixPath, str]:
