@@ -17,6 +17,7 @@ from operator import itemgetter
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import xxhash
 
 from tierstore.engine.data.overlay import Overlay, OverlayTable
 from tierstore.engine.versions.info import VersionInfo
@@ -37,7 +38,8 @@ _WHY = {
     MissingStrings.BUILT: "it was loaded from a built version, which has only their hashes; load the snapshot itself "
     "to export it",
 }
-_EMPTY = int(hash_arrow(pa.array([""], pa.large_string()))[0])
+# as `hash_arrow`, but of no array: Arrow imports pandas for the first one
+_EMPTY = int(np.uint64(xxhash.xxh3_64_intdigest(b"")).view(np.int64))
 
 
 def why_missing(info: VersionInfo, table: str) -> str | None:
