@@ -134,13 +134,13 @@ def on_nodes(program: str, rows: int) -> Iterator[Contender]:
             for home in homes
         ]
         took, most = _timed_load(stores, snapshots[0], homes)
-        name = f"two nodes over {connect_name(servers)}"
+        name = f"two nodes over {_engine_of(servers)}"
         of = _of_stores(name, stores, snapshots, [], rows / took, most / rows)
         of.processes += [one.process.pid for one in servers.servers if one.process is not None]
         yield of
 
 
-def connect_name(servers: RedisCluster) -> str:
+def _engine_of(servers: RedisCluster) -> str:
     cluster = connect(servers.url)
     try:
         return str(cluster.engine)

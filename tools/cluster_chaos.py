@@ -65,6 +65,7 @@ class Chaos:
         self.stamps: dict[int, np.ndarray] = {}  # by version, of each key; 0: there is no row
         self.version, self.seq, self.stamp, self.rounds = 0, 0, 0, 0
         self.counts: collections.Counter[str] = collections.Counter()
+        self.took: dict[str, float] = {}  # by change, the seconds of one that was not refused
         self.answers = self.refused = 0
         self.nodes = [self.open("a"), self.open("b")]
 
@@ -182,7 +183,6 @@ class Chaos:
 
         victim = self.chance.choice(self.cluster.servers)
         # as long as such a change takes, a little more
-        self.took = getattr(self, "took", {})
         delay_s = self.chance.random() * 1.1 * self.took.get(name, 0.05)
         began_s = time.monotonic()
         thread = threading.Thread(target=work)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,20 @@ class Stop:
         monkeypatch.setattr(of, name, stop)
 
 
+@contextlib.contextmanager
+def loaded_meanwhile(late: Store, other: Store, stop: Stop, tmp_path: Path) -> Iterator[Future[int]]:
+    """A load that stands at `stop` until the end of the block, before which another node has loaded the same."""
+    snapshot = scenes.write_snapshot(tmp_path)
+    with ThreadPoolExecutor(1) as threads:
+        load = threads.submit(late.load_snapshot, snapshot)
+        assert stop.stands.wait(60)
+        try:
+            other.load_snapshot(snapshot, activate=False)
+            yield load
+        finally:
+            stop.go_on.set()
+
+
 def state(store: Store) -> tuple[str, int, int]:
     """The state of version 1, how many items it has in the cluster, and how many tags can be read."""
     record = member(store).shared.versions()[1]
@@ -86,18 +101,10 @@ def test_a_node_that_outlives_its_lease_does_not_begin_a_load_that_has_ended(
         with pytest.raises(tierstore.errors.LoadCancelled):
             a.load_snapshot(scenes.write_snapshot(tmp_path / "earlier", stamp=9), cancelled=cancelled)
     monkeypatch.setattr(shared_load, "CLAIM_S", 1.0)
-    stop = Stop(monkeypatch, Writer, "begin")
-    snapshot = scenes.write_snapshot(tmp_path)
-    with ThreadPoolExecutor(1) as threads:
-        late = threads.submit(a.load_snapshot, snapshot)
-        assert stop.stands.wait(60)
-        try:
-            b.load_snapshot(snapshot, activate=False)
-            assert state(b) == WHOLE
-        finally:
-            stop.go_on.set()
-        with pytest.raises(Conflict, match=r"is in the cluster already \(ready\)"):
-            late.result(60)
+    with loaded_meanwhile(a, b, Stop(monkeypatch, Writer, "begin"), tmp_path) as late:
+        assert state(b) == WHOLE
+    with pytest.raises(Conflict, match=r"is in the cluster already \(ready\)"):
+        late.result(60)
     check_whole(b)
 
 
@@ -178,18 +185,10 @@ def test_nothing_is_noted_of_a_load_that_has_ended(
 ) -> None:
     a, b = open_node("a"), open_node("b")
     monkeypatch.setattr(shared_load, "CLAIM_S", 1.0)
-    stop = Stop(monkeypatch, SharedLoad, note)
-    snapshot = scenes.write_snapshot(tmp_path)
-    with ThreadPoolExecutor(1) as threads:
-        late = threads.submit(a.load_snapshot, snapshot)
-        assert stop.stands.wait(60)
-        try:
-            b.load_snapshot(snapshot, activate=False)
-            assert (state(b), progress(b)) == (WHOLE, 0)
-        finally:
-            stop.go_on.set()
-        with contextlib.suppress(Conflict):  # it has more to write, and the load has ended
-            late.result(60)
+    with loaded_meanwhile(a, b, Stop(monkeypatch, SharedLoad, note), tmp_path) as late:
+        assert (state(b), progress(b)) == (WHOLE, 0)
+    with contextlib.suppress(Conflict):  # it has more to write, and the load has ended
+        late.result(60)
     assert progress(b) == 0
     check_whole(b)
 
