@@ -1,5 +1,5 @@
-"""The root application: `/v2` and `/v1` go to the data plane, `/upstream` to the routes for other nodes, all else to
-the admin application.
+"""The root application: `/v2` and `/v1` go to the data plane, `/upstream` to the routes for other nodes, deltas to
+theirs, all else to the admin application.
 
 Access is checked before all of it, and every request is logged.
 """
@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
-import sys
 import time
 from collections.abc import Callable, MutableMapping
 from typing import Any
@@ -20,6 +18,7 @@ from tierstore.service.admin.application import AdminApplication
 from tierstore.service.context import Service
 from tierstore.service.error_status import http_outcome
 from tierstore.service.http.application import HttpRequest
+from tierstore.service.http.deltas import DeltasHttp
 from tierstore.service.http.fronts import FrontsHttp
 from tierstore.service.http.messages import (
     Disconnected,
@@ -33,18 +32,16 @@ from tierstore.service.http.messages import (
 from tierstore.service.http.middleware import AccessCheck, RequestLogging
 from tierstore.service.http.oip import OipHttp
 from tierstore.service.http.tfserving import TfsHttp
-from tierstore.types import NAME
 
-ADMIN_BODY_BYTES = 1 << 20  # of any request but a delta
+ADMIN_BODY_BYTES = 1 << 20  # of a request to the admin application
 _PROTOCOL = "admin"
-_DELTAS = re.compile(f"/admin/models/{NAME.pattern}/deltas")
 
 
 class Root:
     """The whole service, for every server.
 
-    A request to the data plane whose body has come is opened and admitted on the event loop, and answered by a thread;
-    any other request, and one whose body may still come, is awaited. `allow` is called with the headers of callers
+    A request whose body has come is opened and admitted on the event loop, and answered by a thread; one for the admin
+    application, and one whose body may still come, is awaited. `allow` is called with the headers of callers
     whose look-ups reactors may answer too.
     """
 
@@ -53,14 +50,16 @@ class Root:
         self._access = AccessCheck(service.access, allow, service.store.audit, service.proxies)
         self._log = RequestLogging(service.request_log, service.proxies)
         self._applications = {"v2": OipHttp(service), "v1": TfsHttp(service), "upstream": FrontsHttp(service)}
-        self._admin = admin
+        self._deltas, self._admin = DeltasHttp(service), admin
 
-    # --- requests to the data plane
+    # --- requests that threads answer
 
     def open(self, scope: Scope) -> HttpRequest | None:
         """Check access, and route a request; None if it is for the admin application. Event loop only."""
         path: str = scope["path"]
         application = self._applications.get(path[1:].partition("/")[0])
+        if application is None and DeltasHttp.has(scope):
+            application = self._deltas
         if application is None or path == "/v1" or path == "/upstream":
             return None
         request = HttpRequest(scope, application, self._service.inflight)
@@ -145,8 +144,7 @@ class Root:
     async def _call_admin(self, scope: Scope, receive: Receive) -> Response:
         began_s = time.perf_counter()
         status = 500
-        is_delta = scope["method"] == "POST" and _DELTAS.fullmatch(scope["path"]) is not None
-        remaining = sys.maxsize if is_delta else ADMIN_BODY_BYTES  # `max_delta` is checked where it is read
+        remaining = ADMIN_BODY_BYTES
         # From here on: the admin interface may begin with the first request, and the connection is reset soon after.
         since, more = asyncio.get_running_loop().time(), True
 

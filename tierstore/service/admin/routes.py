@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 
 from tierstore import __version__
 from tierstore.access.roles import Role
-from tierstore.errors import Conflict, NotReady, Overloaded, TierstoreError
+from tierstore.errors import Conflict, NotReady, TierstoreError
 from tierstore.formats.names import MAX_ORDINAL
 from tierstore.machine import memory_bytes, processors
 from tierstore.service.admin.explain import add_explain
@@ -34,13 +34,11 @@ from tierstore.service.admin.replicas import add_samples
 from tierstore.service.admin.sources import check_still_there, resolve_source
 from tierstore.service.admin.uploads import SCHEME, add_uploads
 from tierstore.service.context import Service
-from tierstore.service.error_status import HttpError, retry_after
 from tierstore.service.http import messages
-from tierstore.service.http.messages import ERROR, Disconnected, principal_of, problem, problem_response, read_body
-from tierstore.service.limits.worker_pool import Reservation, WorkerPool
+from tierstore.service.http.deltas import DELTA_TYPE
+from tierstore.service.http.messages import ERROR, principal_of, problem, problem_response
+from tierstore.service.limits.worker_pool import WorkerPool
 from tierstore.types import NAME
-
-DELTA_TYPE = "application/vnd.apache.arrow.stream"
 
 LabelName = Annotated[str, Path(pattern=f"^{NAME.pattern}$", description="a name that is not all digits")]
 VersionNumber = Annotated[int, Path(ge=1, le=MAX_ORDINAL)]
@@ -146,7 +144,7 @@ def make_app(service: Service) -> FastAPI:
     _add_error_handlers(app)
     _add_pages(app, service)
     _add_jobs(app, service)
-    _add_deltas(app, service)
+    _describe_deltas(app)
     _add_models(app, service)
     _add_routing(app, service)
     add_samples(app, service)
@@ -243,7 +241,7 @@ def _add_jobs(app: FastAPI, service: Service) -> None:
         return service.jobs.acknowledge(job, principal_of(request.scope).models).document()
 
 
-def _add_deltas(app: FastAPI, service: Service) -> None:
+def _describe_deltas(app: FastAPI) -> None:
     @app.post(
         "/admin/models/{model}/deltas",
         tags=["deltas"],
@@ -255,38 +253,9 @@ def _add_deltas(app: FastAPI, service: Service) -> None:
             }
         },
     )
-    async def apply_delta(model: ModelName, request: Request) -> DeltaApplied:
+    async def apply_delta(model: ModelName) -> DeltaApplied:
         """Apply a delta. Once this answers it is durable, and every request that starts sees it whole."""
-        given = request.headers.get("content-type", DELTA_TYPE).split(";")[0].strip().lower()
-        if given not in (DELTA_TYPE, "application/octet-stream"):
-            raise HttpError(415, f"content type {given[:60]!r}: expected {DELTA_TYPE}")
-        if request.headers.get("content-encoding", "identity") != "identity":
-            raise HttpError(415, "deltas are not sent with a Content-Encoding")
-        holding = Reservation(service.delta_bytes)
-        headers = {name.lower(): value for name, value in request.scope["headers"]}
-        try:
-            body = await read_body(request.receive, headers, service.settings.max_delta, holding, "max_delta")
-            service.rates.admit(principal_of(request.scope), model, len(body))
-            result = await service.change(lambda: service.store.apply_delta(body, model=model), pool=service.admin_pool)
-        except Overloaded as error:
-            # the producer must slow down, whichever limit was reached
-            raise _TooManyDeltas(str(error), error.retry_after_s) from error
-        except Disconnected:
-            raise HttpError(400, "the body ended early") from None
-        finally:
-            holding.release()
-        return DeltaApplied(seq=result.seq, applied=result.applied, send_as=result.send_as)
-
-    async def slow_down(_: Request, error: Exception) -> Response:
-        assert isinstance(error, _TooManyDeltas)
-        return _theirs(problem(429, str(error), {b"retry-after": retry_after(error) or b"1"}))
-
-    app.add_exception_handler(_TooManyDeltas, slow_down)
-
-
-class _TooManyDeltas(Overloaded):
-    def __init__(self, message: str, retry_after_s: float) -> None:
-        super().__init__(message, retry_after_s=retry_after_s)
+        raise NotImplementedError  # described here, and answered by `http/deltas.py`
 
 
 def _add_models(app: FastAPI, service: Service) -> None:

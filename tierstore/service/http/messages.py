@@ -397,7 +397,7 @@ def problem(status: int, detail: str, headers: dict[bytes, bytes] | None = None,
     return Response(status, [orjson.dumps(document)], PROBLEM, [*(headers or {}).items()])
 
 
-def problem_response(error: Exception) -> Response:
+def problem_response(error: BaseException) -> Response:
     """`error` as problem+json."""
     status = http_status(error)
     more = {"expected_seq": error.expected_seq} if isinstance(error, SequenceGap) else {}
