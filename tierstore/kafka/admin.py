@@ -1,5 +1,5 @@
-"""What brokers say of a topic and a consumer cannot ask: its id, and how far its partitions go, also beyond a
-transaction that is open.
+"""What brokers say of a topic and a consumer cannot ask: its id, how far its partitions go, also beyond a transaction
+that is open, and how long it keeps deletions.
 
 One thread.
 """
@@ -48,6 +48,19 @@ class TopicAdmin:
             found = _NO_ID
         self._asked = None
         return "" if found == _NO_ID else found
+
+    def deletions_kept_s(self, timeout_s: float) -> float | None:
+        """For how long a deletion stays in a compacted topic; None for another topic, and where the brokers do not say
+        it (no right to describe its settings).
+        """
+        topic = self._kafka.admin.ConfigResource(self._kafka.admin.ResourceType.TOPIC, self._topic)
+        try:
+            found = self._client.describe_configs([topic], request_timeout=timeout_s)[topic].result(2 * timeout_s)
+            if "compact" not in found["cleanup.policy"].value.split(","):
+                return None
+            return int(found["delete.retention.ms"].value) / 1000
+        except (self._kafka.KafkaException, TimeoutError, KeyError, AttributeError, ValueError):
+            return None
 
     def ends(self, partitions: Iterable[int], timeout_s: float, *, committed: bool) -> dict[int, int | str]:
         """Partition → the offset of the next message that is written, or why it is not known. committed: the last

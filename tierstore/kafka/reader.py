@@ -216,6 +216,15 @@ class TopicReader:
         """Partition → the oldest offset that the broker has."""
         return {partition: self._watermarks(partition, cached=False)[0] for partition in self.positions}
 
+    def deletions_gone_since(self, positions: Mapping[int, int], seconds: float) -> float | None:
+        """For how long deletions stay in the topic, if that is shorter than so many seconds and there is something
+        behind `positions`; else None.
+        """
+        if all(self._watermarks(one, cached=False)[1] <= offset for one, offset in positions.items()):
+            return None
+        kept_s = self._admin.deletions_kept_s(LOOK_TIMEOUT_S)
+        return kept_s if kept_s is not None and kept_s < seconds else None
+
     def at_time(self, timestamp_ms: int) -> dict[int, int]:
         """Partition → the first offset at that time or later; the end where there is none."""
         # before: what comes while the brokers are asked lies behind these. An open transaction is not passed by either

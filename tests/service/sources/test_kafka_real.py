@@ -19,7 +19,7 @@ import tierstore
 from tests.counts import few_or_many, with_large_counts
 from tests.kafka_real import RealBrokers, real_brokers, why_not
 from tests.service.conftest import eventually
-from tests.service.scenes import delta, rows
+from tests.service.scenes import delta, rows, write_snapshot
 from tests.service.sources.kafka_scenes import vector
 from tests.service.sources.test_kafka import Scene
 from tests.service.sources.test_kafka_made_anew import check_deltas_of_both, check_rows_of_both, write
@@ -79,6 +79,32 @@ def in_transactions(scene: Any, *parts: tuple[bool, list[tuple[bytes, bytes]]]) 
             producer.produce(scene.topic, value, key, partition=0)
         producer.flush(60)  # it is in the topic, whatever becomes of it
         (producer.commit_transaction if commits else producer.abort_transaction)(60)
+
+
+@pytest.mark.parametrize(("kept_ms", "says"), [("1", True), ("86400000", False)])
+def test_who_was_away_for_longer_than_deletions_are_kept_is_told_so(
+    tmp_path: Path, broker: RealBrokers, kept_ms: str, says: bool
+) -> None:
+    scene = RowScene(tmp_path, broker, topic=broker.new_topic(cleanup_policy="compact", delete_retention_ms=kept_ms))
+    try:
+        scene.follow()
+        scene.row(1, 10.0)
+        scene.expect(1, 10.0)
+        scene.is_in("caught up", rows=1)
+        scene.reopen()
+        assert scene.is_in("caught up")["problem"] is None  # it was away, and nothing has come
+        scene.close()
+        scene.row(2, 20.0)
+        scene.reopen()
+        scene.expect(2, 20.0)
+        for _ in range(2):  # a restart in between does not mend it
+            problem = str(scene.is_in("caught up")["problem"])
+            assert ("delete.retention.ms" in problem and "version 1 of ctr" in problem) is says, problem
+            scene.reopen()
+        scene.store.load_snapshot(write_snapshot(tmp_path, 2, delta_seq=3))
+        eventually(lambda: scene.status()["problem"] is None, "the next version to have what was missed")
+    finally:
+        scene.close()
 
 
 def test_aborted_deltas_are_not_seen(deltas: Scene) -> None:

@@ -14,6 +14,7 @@ side does not know says nothing either: releases before it was recorded wrote no
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from tierstore.kafka.reader import Topic
 logger = logging.getLogger(__name__)
 
 SOURCE = "kafka"
+OLDEST_S = 600.0  # after which a record is written again, as its age says how long nobody read
 
 
 class Positions:
@@ -43,6 +45,8 @@ class Positions:
         self.saved: dict[int, int] = {}
         self.models: set[str] = set()
         self.seq = 0  # the newest of the model's log when the record was written, if it is of one model
+        self.written_s = 0.0  # when the record was, by `time.time`; 0 if that is not known
+        self.missed: dict[str, Any] | None = None  # deletions that are not to be had any more, see `kafka_rows.py`
 
     def load(self, topic: Topic, origins: Mapping[str, Origin | None]) -> bool:
         """Read what is known of a topic; `origins` are the newest ones, by model. False if nothing is."""
@@ -62,6 +66,7 @@ class Positions:
             return False
         self.topic_id = self.topic_id or next(iter(ids), "")
         self.seq = int(record.get("seq", 0))
+        self.written_s, self.missed = float(record.get("written_s", 0)), record.get("missed")
         self.saved = {int(partition): int(offset) for partition, offset in record["positions"].items()}
         for origin in newer:
             for partition, offset in origin["resume"].items():
@@ -115,9 +120,10 @@ class Positions:
     def save(self, positions: Mapping[int, int], models: Iterable[str], *, new_epoch: bool = False) -> None:
         """Make a record durable. With `new_epoch` no earlier record counts any more."""
         epoch, wanted = self.epoch + new_epoch, set(models)
-        is_recorded = self._recorded_id == self.topic_id
+        is_recorded = self._recorded_id == self.topic_id and time.time() - self.written_s < OLDEST_S
         if not new_epoch and is_recorded and self.saved == positions and self.models == wanted:
             return
+        self.written_s = time.time()
         files.make_dir(self._path.parent)
         files.publish_record(
             self._path,
@@ -129,6 +135,8 @@ class Positions:
                 "positions": {str(partition): offset for partition, offset in positions.items()},
                 "models": sorted(wanted),
                 "seq": self.seq,
+                "written_s": self.written_s,
+                **({} if self.missed is None else {"missed": self.missed}),
             },
         )
         self.epoch, self.saved, self.models = epoch, dict(positions), wanted

@@ -8,6 +8,7 @@ malformed, or do not fit their table, are parked.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Iterator, Sequence
@@ -23,6 +24,7 @@ from tierstore.engine.store import Store
 from tierstore.errors import (
     Conflict,
     DeltaError,
+    NotFound,
     Overloaded,
     StorageError,
     TierstoreError,
@@ -313,6 +315,7 @@ class RowTopic:
         if is_on_record or positions.adopt(origin):
             begin = {one: positions.saved.get(one, 0) for one in reader.positions}
             note_gone(reader, self._found, positions.saved)
+            self._note_missed(model, positions)
         elif positions.made_anew:
             begin = reader.beginning()
         else:
@@ -322,6 +325,35 @@ class RowTopic:
             positions.save(begin, [model], new_epoch=True)
         self._models[model] = _Followed(positions, dict(begin))
         return begin
+
+    def _note_missed(self, model: str, positions: Positions) -> None:
+        """Note that deletions may have come and gone while nobody read the topic. A version that is loaded later has
+        them.
+        """
+        now_s, written_s = time.time(), positions.written_s
+        if not written_s:
+            return
+        kept_s = self._thread.reader.deletions_gone_since(positions.saved, now_s - written_s)
+        if kept_s is not None:
+            version = self._store.model(model).active_version
+            positions.missed = {"version": version, "from_s": written_s, "to_s": now_s, "kept_s": kept_s}
+            logger.warning("kafka: %s", self._missed_text(model, positions.missed))
+
+    def _missed_deletions(self) -> Iterator[str]:
+        """What was noted of models that serve the same version still."""
+        for model, of in self._models.items():
+            missed = of.positions.missed
+            with contextlib.suppress(NotFound):  # dropped meanwhile
+                if missed is not None and self._store.model(model).active_version == missed["version"]:
+                    yield self._missed_text(model, missed)
+
+    def _missed_text(self, model: str, missed: dict[str, Any]) -> str:
+        begin, end = (datetime.fromtimestamp(missed[one], UTC).isoformat("T", "seconds") for one in ("from_s", "to_s"))
+        return (
+            f"{self._topic}: nothing was read from {begin} to {end}, and deletions stay in this compacted topic for "
+            f"{missed['kept_s']:g} s (delete.retention.ms): rows that were deleted meanwhile may still be in version "
+            f"{missed['version']} of {model}; load a snapshot"
+        )
 
     def _follow_models(self) -> None:
         """Read earlier messages for a model that is new here, or was dropped and loaded again."""
@@ -355,6 +387,7 @@ class RowTopic:
         stats.topic.place(reader.positions, reader.lag())
         stats.pending = sum(len(of.pending) for of in self._models.values())
         stats.lost = sum(reader.lost.values())
+        stats.missed = list(self._missed_deletions())
         held_up = dict(self._why)
         if self._too_many_parked():
             held_up[self._topic] = (

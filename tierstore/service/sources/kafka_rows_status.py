@@ -27,6 +27,7 @@ class RowStats:
         self.topic = KafkaStats(topic)
         self.rows = self.deleted = self.deltas = 0
         self.pending = self.lost = 0
+        self.missed: list[str] = []  # deletions that were gone before they were read
         self.freshness = Histogram(FRESHNESS_BOUNDS_S)
 
     def visible(self, rows: Sequence[Row]) -> None:
@@ -42,12 +43,13 @@ class RowStats:
     def status(self, parked: int) -> dict[str, Any]:
         """The document."""
         whole = self.topic.status(parked)
+        problems = [] if whole["problem"] is None else [whole["problem"]]
         if self.lost:
-            lost = (
+            problems.append(
                 f"kafka topic {self.topic.topic}: {self.lost:,} offsets were deleted before they were read: load a "
                 "snapshot, or produce those rows again"
             )
-            whole["problem"] = lost if whole["problem"] is None else f"{whole['problem']}; {lost}"
+        whole["problem"] = "; ".join(problems + [f"kafka topic {text}" for text in self.missed]) or None
         own = {"rows": self.rows, "deleted": self.deleted, "deltas": self.deltas}
         return {**{name: whole[name] for name in _OF_TOPIC}, **own, "pending": self.pending, "lost": self.lost}
 
