@@ -15,7 +15,8 @@ Under `{ts:<model>}:` there are
 - `log`, a stream: "<seq>-0" → `digest`, `ms`, `data`, `after` (the digest of the delta before it);
 - `lease`, `epoch`: the node that applies deltas, and its fencing epoch;
 - `nodes`, `alive`: what each node reports, and when it did;
-- `load:<version>`: what is there of a load; `loader:<version>` and `loader:<version>:<part>`: leases of it, of its parts;
+- `load:<version>`: what is there of a load; `loader:<version>` and `loader:<version>:<part>`: leases of it and its
+  parts;
 - `heads:<version>`, a hash: the dense parts that deltas replaced, by seq and head, and the digests of these deltas.
 """
 
