@@ -130,7 +130,7 @@ ROWS = (
     ]),
     Row("Where requests wait, and why", [
         Panel("Reactors", "reqps", [(f"sum by (instance) ({rate('tierstore_reactor_answers_total')})", "{{instance}} answered by reactors"), (f"sum by (instance) ({rate('tierstore_reactor_handed_on_total')})", "{{instance}} handed to Python")]),
-        Panel("Why requests left the reactors", "reqps", [(f"sum by (reason) ({rate('tierstore_reactor_handed_on_total')})", "{{reason}}")], "docs/decisions/reactor.md has what each reason means.", stacked=True),
+        Panel("Why requests left the reactors", "reqps", [(f"sum by (reason) ({rate('tierstore_reactor_handed_on_total')})", "{{reason}}")], "docs/overload.md has what each reason means.", stacked=True),
         Panel("Refused a second", "reqps", [(f"sum by (instance, reason) ({rate('tierstore_shed_total')})", "{{instance}} {{reason}}")]),
         Panel("Requests that wait", "short", gauges(NODE, ("tierstore_lookup_queue_depth", "look-ups"), ("tierstore_control_queue_depth", "admin"), ("tierstore_switch_queue_depth", "switches"), ("tierstore_explain_queue_depth", "explain"))),
         Panel("Threads at work", "short", gauges(NODE, ("tierstore_lookup_threads_busy", "look-ups"), ("tierstore_lookup_threads", "look-ups, there are"), ("tierstore_switch_threads_busy", "switches"))),

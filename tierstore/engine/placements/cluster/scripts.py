@@ -4,6 +4,23 @@ On Redis and Valkey a script is one step. On Kvrocks each call is, if the server
 between two of them. So in each script one call decides, what leads to it has no effect of its own or may be done again,
 and what follows is made up for by the next call of any node (tests/engine/placements/cluster/test_cuts.py).
 
+What decides, and what a cut after it leaves:
+
+- append: XADD; an entry above `seq`. The next append or report of any node sets `seq` and `digest` by it.
+- another server is noticed: the HSET of `server` and `recovering`, after all nodes are marked as waited for; it is
+  noticed again.
+- the end of a recovery: removing `recovering`, after `owed` and `seq`; it is done again.
+- change of the pointer: one HSET of all its fields with `generation`; nothing.
+- record of a version: the record, then `generation`; nodes see it after the next change, and who repeats it is told
+  that it is so.
+- lease: SET, after the epoch was counted; an epoch that nobody has.
+- progress: the mark, then the log is cut off; entries that go with the next cut.
+- dense parts of a delta, and the way back: each by itself, what it replaces is kept first; some of them. The delta is
+  applied again, or put back, as a whole.
+- a note of a load, its end, a side file: the HSET of the note, then fields that are not needed go; these fields, until
+  the load ends.
+- report of a node: its time before its report, removal the other way round; a node without a report for 5 s.
+
 Numbers that may pass 2⁵³ (seqs, versions) are compared as text: Lua's numbers are doubles.
 """
 

@@ -3,6 +3,21 @@
 All of its keys have one hash tag, so a step that touches several of them is one script (`scripts.py`). Any thread of
 any node may call anything. Changes of a call that returned are as durable as the cluster (docs/remote.md); after one
 that was broken off, the call may be repeated.
+
+Under `{ts:<model>}:` there are
+
+- `current`, the pointer, a hash: what a model's document has (`current`, `left`, `wanted`, `canary`, `share`,
+  `deactivated`, `undone`), `seq` and `digest` of the newest delta, `generation`, `mark:<version>` (all its rows have
+  reached that seq), `rollback` (the delta to which the node with the lease is to roll back), `refused` (why it could
+  not), and `server`, `recovering`, `owed` (docs/decisions/remote-models.md);
+- `versions`, a hash: version → JSON with `state` (`loading`, `ready`, `dropping`), `tags`, `tables`, and the record;
+- `files:<version>`, a hash: side files, by path;
+- `log`, a stream: "<seq>-0" → `digest`, `ms`, `data`, `after` (the digest of the delta before it);
+- `lease`, `epoch`: the node that applies deltas, and its fencing epoch;
+- `nodes`, `alive`: what each node reports, and when it did;
+- `load:<version>`: what is there of a load; `loader:<version>` and `loader:<version>:<part>`: leases of it and its
+  parts;
+- `heads:<version>`, a hash: the dense parts that deltas replaced, by seq and head, and the digests of these deltas.
 """
 
 from __future__ import annotations
@@ -125,7 +140,7 @@ class SharedModel:
 
     @_reading
     def versions(self) -> dict[int, dict[str, Any]]:
-        """The record of every version, ascending by number; see docs/decisions/remote-models.md."""
+        """The record of every version, ascending by number."""
         records = _pairs(self._cluster.call("HGETALL", self._versions))
         found = {_natural(number): _object(text) for number, text in records.items()}
         for number, of in found.items():
