@@ -60,7 +60,7 @@ def ingest(task: Ingest) -> Ingested:
 
 
 def _linked(path: Path, folder: Path) -> Path:
-    """A second name of a file, for the disk tier to move in. The first name stays until the load is over.
+    """A hard link to a file, for the disk tier to move in. The original name stays until the load is over.
 
     Where the file system has no links, the file itself is moved, and a load that is broken off after that begins again.
     """
