@@ -43,7 +43,7 @@ from tierstore.engine.serving.order import DEACTIVATED, REPLACED, ROLLBACK, WITH
 from tierstore.engine.serving.routing import Routing
 from tierstore.errors import Conflict, DeltaError, NotReady, Overloaded, SequenceGap, StorageError, TooLarge
 from tierstore.formats.delta.reader import Delta, DeltaHead
-from tierstore.tiers.remote.write import Writer
+from tierstore.tiers.cluster.write import Writer
 from tierstore.types import DeltaResult, Progress, ProgressFn, check_share
 
 log = logging.getLogger(__name__)

@@ -32,12 +32,12 @@ from tierstore.engine.versions.rows import Place
 from tierstore.errors import ConfigError, RemoteUnavailable, TierstoreError
 from tierstore.formats import files
 from tierstore.formats.keys import partition_of
-from tierstore.tiers.machines import Options
-from tierstore.tiers.remote.cluster import connect
-from tierstore.tiers.remote.engines import Inspection
-from tierstore.tiers.remote.layout import slot_of
-from tierstore.tiers.remote.tier import RemoteTable
-from tierstore.tiers.remote.write import Writer
+from tierstore.tiers.cluster.engines import Inspection
+from tierstore.tiers.cluster.redis_keys import slot_of
+from tierstore.tiers.cluster.table import ClusterTable
+from tierstore.tiers.cluster.topology import connect
+from tierstore.tiers.cluster.write import Writer
+from tierstore.tiers.connection_pools import Options
 from tierstore.types import Keys, ProgressFn
 from tierstore.wire import resp
 
@@ -164,7 +164,7 @@ class ClusterPlacement:
     def open_rows(self, name: str, info: VersionInfo) -> RemoteRows:
         line = self.followed.existing(name).follower.pointer.undone.line(info.number)
         tables = {
-            info.tables[table]["id"]: RemoteTable(
+            info.tables[table]["id"]: ClusterTable(
                 self.cluster, name, info.number, table, info.tags, spec.row_bytes, line
             )
             for table, spec in info.specs.items()

@@ -23,7 +23,7 @@ from tierstore.engine.placements.following.followed import LogEntry, Pointer
 from tierstore.engine.serving.undone import Undone
 from tierstore.engine.versions.info import VersionInfo
 from tierstore.formats.names import MAX_ORDINAL
-from tierstore.tiers.remote.write import Change, Writer
+from tierstore.tiers.cluster.write import Change, Writer
 
 log = logging.getLogger(__name__)
 

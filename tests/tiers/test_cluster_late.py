@@ -13,9 +13,9 @@ from tests.redis_cluster import redis_cluster
 from tests.tiers.backing_contract import ROW_BYTES, some_rows
 from tests.tiers.test_remote import PATIENT
 from tierstore.errors import Conflict, StorageError
-from tierstore.tiers.remote.cluster import Cluster, connect
-from tierstore.tiers.remote.layout import before_key, rows_key, watermark_key
-from tierstore.tiers.remote.write import Change, Writer
+from tierstore.tiers.cluster.redis_keys import before_key, rows_key, watermark_key
+from tierstore.tiers.cluster.topology import Cluster, connect
+from tierstore.tiers.cluster.write import Change, Writer
 
 KEYS = np.arange(200)
 _models = (f"late-{number}" for number in itertools.count())

@@ -23,10 +23,8 @@ from tierstore.kernels import partitions
 from tierstore.kernels.codec import address_of
 from tierstore.threads import Pool
 from tierstore.tiers.answers import reading
-from tierstore.tiers.joining import REPLACED
-from tierstore.tiers.remote.calls import Packed, call, call_if, command
-from tierstore.tiers.remote.cluster import Cluster
-from tierstore.tiers.remote.layout import (
+from tierstore.tiers.cluster.calls import Packed, call, call_if, command
+from tierstore.tiers.cluster.redis_keys import (
     APPLYING,
     CHUNK,
     DIGEST,
@@ -42,8 +40,10 @@ from tierstore.tiers.remote.layout import (
     slot_of,
     watermark_key,
 )
-from tierstore.tiers.remote.requests import MOST_FIELDS
-from tierstore.tiers.remote.scripts import ALREADY, APPLIED, APPLY, FENCED, FORKED, GAP
+from tierstore.tiers.cluster.requests import MOST_FIELDS
+from tierstore.tiers.cluster.scripts import ALREADY, APPLIED, APPLY, FENCED, FORKED, GAP
+from tierstore.tiers.cluster.topology import Cluster
+from tierstore.tiers.joining import REPLACED
 from tierstore.types import Keys, Rows
 from tierstore.wire import resp
 

@@ -16,9 +16,9 @@ from tests.tiers.backing_contract import ROW_BYTES, some_rows
 from tests.tiers.test_remote import PATIENT, Loaded
 from tierstore.errors import RemoteUnavailable
 from tierstore.formats.keys import partition_of
-from tierstore.tiers.machines import Options
-from tierstore.tiers.remote.cluster import Cluster, connect
-from tierstore.tiers.remote.tier import RemoteTable
+from tierstore.tiers.cluster.table import ClusterTable
+from tierstore.tiers.cluster.topology import Cluster, connect
+from tierstore.tiers.connection_pools import Options
 from tierstore.types import Tier
 
 KEYS = np.arange(3000)
@@ -46,12 +46,12 @@ def loaded(servers: RedisCluster) -> Iterator[Loaded]:
     cluster.close()
 
 
-def table_on(loaded: Loaded, servers: RedisCluster, options: Options) -> tuple[Cluster, RemoteTable]:
+def table_on(loaded: Loaded, servers: RedisCluster, options: Options) -> tuple[Cluster, ClusterTable]:
     cluster = connect(servers.url, options)
-    return cluster, RemoteTable(cluster, loaded.model, 1, "t", loaded.tags, ROW_BYTES)
+    return cluster, ClusterTable(cluster, loaded.model, 1, "t", loaded.tags, ROW_BYTES)
 
 
-def fetch(table: RemoteTable, deadline_s: float | None = None) -> tuple[np.ndarray, set[int]]:
+def fetch(table: ClusterTable, deadline_s: float | None = None) -> tuple[np.ndarray, set[int]]:
     """All rows that could be read are right. Returns states, and the codes that could not be read."""
     rows, state = np.zeros_like(ROWS), np.zeros(len(KEYS), np.uint8)
     failed: set[int] = set()

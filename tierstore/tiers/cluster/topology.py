@@ -14,11 +14,11 @@ from typing import Any
 
 from tierstore.errors import ConfigError, RemoteUnavailable, StorageError
 from tierstore.tiers.answers import reading
-from tierstore.tiers.machines import Options
-from tierstore.tiers.remote.connections import Connections, driver, explain_error
-from tierstore.tiers.remote.engines import Engine, Inspection, ask_engine, look_at_engines
-from tierstore.tiers.remote.layout import SLOTS, choose_tags
-from tierstore.tiers.remote.options import Endpoints, ServerAddress, parse_server_urls, port_of
+from tierstore.tiers.cluster.connections import Connections, driver, explain_error
+from tierstore.tiers.cluster.engines import Engine, Inspection, ask_engine, look_at_engines
+from tierstore.tiers.cluster.options import Endpoints, ServerAddress, parse_server_urls, port_of
+from tierstore.tiers.cluster.redis_keys import SLOTS, choose_tags
+from tierstore.tiers.connection_pools import Options
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class Cluster:
         # constant after construction
         self.endpoints, self.options = endpoints, options
         self.connections = Connections(endpoints, options)
-        self.machines = self.connections.machines
+        self.pools = self.connections.pools
         # guarded by _connecting
         self._connecting = threading.Lock()
         self._client: Any = None
@@ -60,14 +60,14 @@ class Cluster:
             if missing := SLOTS - len(self._topology):
                 log.warning("the cluster at %s does not serve %d of its %d slots", endpoints, missing, SLOTS)
         except BaseException:
-            self.machines.close()
+            self.pools.close()
             raise
 
     @property
     def client(self) -> Any:
         """redis-py's client of the cluster, with replies as bytes, for everything but look-ups of rows."""
         with self._connecting:
-            self.machines.check_open()
+            self.pools.check_open()
             if self._client is None:
                 self._client = self._new_client()
             return self._client
@@ -170,7 +170,7 @@ class Cluster:
                 return self._read_topology(address, max(0.01, _remaining(deadline_s)))
             except (RemoteUnavailable, ConfigError) as failed:
                 error = error if isinstance(error, ConfigError) else failed
-                self.machines.suspect(address)
+                self.pools.suspect(address)
         assert error is not None
         raise error
 
@@ -186,10 +186,10 @@ class Cluster:
                 self._topology = self._topology | {slot: (target, *self._topology.get(slot, ())[1:])}
 
     def stats(self) -> dict[str, Any]:
-        return self.machines.stats() | {"topology_reads": self.refreshes}
+        return self.pools.stats() | {"topology_reads": self.refreshes}
 
     def close(self) -> None:
-        self.machines.close()
+        self.pools.close()
         with self._connecting:
             if self._client is not None:
                 self._client.close()
@@ -198,7 +198,7 @@ class Cluster:
         """All servers that may be asked about the cluster; servers that failed lately come last."""
         found = dict.fromkeys(self.endpoints.addresses)
         found.update(dict.fromkeys(_distinct(self._topology.values())))
-        return sorted(found, key=self.machines.is_suspect)
+        return sorted(found, key=self.pools.is_suspect)
 
     def inspect(self, deadline_s: float) -> Inspection:
         """What the masters run, and what of their settings would lose rows or deltas, as far as they say."""

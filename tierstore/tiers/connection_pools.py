@@ -1,4 +1,4 @@
-"""Connections to other machines that rows are read from, for any protocol: limits, kept connections, suspects, bytes waited for.
+"""Pools of connections to the nodes or servers that rows are read from, for any protocol: limits, idle connections, suspects, bytes waited for.
 
 Any thread may call anything. A connection has one user at a time; a connection on which something failed is closed and never used again.
 """
@@ -40,8 +40,8 @@ K = TypeVar("K", bound=Hashable)
 C = TypeVar("C", bound=Connection)
 
 
-class Machines(Generic[K, C]):
-    """The machines of one cluster, or of one front, by their addresses `K`. `what` names them in messages."""
+class ConnectionPools(Generic[K, C]):
+    """A pool of connections to each server of one cluster, or to each node of one front, by their addresses `K`. `what` names them in messages."""
 
     def __init__(self, options: Options, what: str) -> None:
         # constant after construction

@@ -1,4 +1,4 @@
-"""Names of everything in the cluster, and the tag of each key's row. Pure functions; any thread may call them.
+"""Redis keys: the names of everything in the cluster, and the tag of each row. Pure functions; any thread may call them.
 
     ts:{<tag>}:<model>:<version>           hash: seq, applying, epoch, chunk, digest (the watermark of this tag), load
     ts:{<tag>}:<model>:<version>.<line>    the same after that many rollbacks to a delta; the one before says `applying` REPLACED

@@ -24,12 +24,12 @@ from tierstore.errors import ConfigError, RemoteUnavailable
 from tierstore.kernels import partitions
 from tierstore.kernels.codec import address_of
 from tierstore.tiers.answers import reading
+from tierstore.tiers.cluster.connections import ServerConnection, driver
+from tierstore.tiers.cluster.options import ServerAddress, port_of
+from tierstore.tiers.cluster.redis_keys import APPLYING, SEQ
+from tierstore.tiers.cluster.requests import TableLayout
+from tierstore.tiers.cluster.topology import Cluster
 from tierstore.tiers.joining import Watermarks
-from tierstore.tiers.remote.cluster import Cluster
-from tierstore.tiers.remote.connections import ServerConnection, driver
-from tierstore.tiers.remote.layout import APPLYING, SEQ
-from tierstore.tiers.remote.options import ServerAddress, port_of
-from tierstore.tiers.remote.requests import TableLayout
 from tierstore.types import Keys, Rows, States, Tier
 from tierstore.wire import resp
 
@@ -141,7 +141,7 @@ class Read:
         self, pieces: Iterable[int], deadline_s: float, *, first: bool
     ) -> tuple[list[tuple[ServerAddress, bool, list[int]]], float]:
         """The pieces by the connection that asks for them (to which server, and whether as a replica), and how long to wait for it."""
-        cluster, machines, options = self._cluster, self._cluster.machines, self._cluster.options
+        cluster, pools, options = self._cluster, self._cluster.pools, self._cluster.options
         failures = self._failures
         self._failures = {}
         groups: dict[tuple[ServerAddress, bool], list[int]] = defaultdict(list)
@@ -156,9 +156,9 @@ class Read:
             replicas = cluster.replicas_of(slot) if options.other_after_s > 0 else ()
             others |= bool(replicas)
             before = failures.get(piece)
-            if not machines.is_suspect(master) or (before is not None and before.cause is Cause.BEHIND):
+            if not pools.is_suspect(master) or (before is not None and before.cause is Cause.BEHIND):
                 groups[master, False].append(piece)
-            elif sound := [one for one in replicas if not machines.is_suspect(one)]:
+            elif sound := [one for one in replicas if not pools.is_suspect(one)]:
                 groups[sound[0], True].append(piece)
             else:
                 text = "it has failed a moment ago" if before is None else before.text
@@ -301,9 +301,9 @@ class Read:
             if failure.address is None:
                 continue
             if failure.cause is Cause.STALE:
-                cluster.machines.forget(failure.address)
+                cluster.pools.forget(failure.address)
             elif failure.cause is Cause.UNREACHABLE or failure.text.startswith("LOADING"):
-                cluster.machines.suspect(failure.address)
+                cluster.pools.suspect(failure.address)
         if causes & {Cause.UNREACHABLE, Cause.BUSY, Cause.MOVED}:
             try:
                 cluster.refresh(seen, deadline_s)

@@ -17,8 +17,8 @@ import numpy.typing as npt
 
 from tierstore.errors import ConfigError, MissingExtra, RemoteUnavailable, StorageError
 from tierstore.tiers.answers import reading
-from tierstore.tiers.machines import Machines, Options
-from tierstore.tiers.remote.options import Endpoints, ServerAddress
+from tierstore.tiers.cluster.options import Endpoints, ServerAddress
+from tierstore.tiers.connection_pools import ConnectionPools, Options
 
 _BUFFER_BYTES = 256 << 10
 _SLACK = 16  # kernels read whole words
@@ -71,11 +71,13 @@ class ServerConnection:
 
 
 class Connections:
-    """Connections to the servers of one cluster, constant after construction; `machines` keeps the idle ones."""
+    """Connections to the servers of one cluster, constant after construction; `pools` keeps the idle ones."""
 
     def __init__(self, endpoints: Endpoints, options: Options) -> None:
         self._endpoints, self._options = endpoints, options
-        self.machines: Machines[ServerAddress, ServerConnection] = Machines(options, f"the remote tier on {endpoints}")
+        self.pools: ConnectionPools[ServerAddress, ServerConnection] = ConnectionPools(
+            options, f"the remote tier on {endpoints}"
+        )
 
     def acquire(
         self, address: ServerAddress, *, replica: bool = False, timeout_s: float | None = None
@@ -84,12 +86,12 @@ class Connections:
 
         Raises RemoteUnavailable if the server cannot be reached, ConfigError if it refuses user, password or TLS.
         """
-        return self.machines.kept(address, replica=replica) or self._open(address, replica, timeout_s)
+        return self.pools.kept(address, replica=replica) or self._open(address, replica, timeout_s)
 
     def release(self, connection: ServerConnection, *, replica: bool = False) -> None:
         """Keep a connection for the next user. Only if every reply was read."""
         connection.used = True
-        self.machines.keep(connection.address, connection, replica=replica)
+        self.pools.keep(connection.address, connection, replica=replica)
 
     @contextmanager
     def borrowed(

@@ -1,17 +1,17 @@
-"""The remote tier: the rows of one table of a version in a cluster. Any thread may call anything."""
+"""A table in a cluster: the rows of one table of one version. Any thread may call anything."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tierstore.tiers.cluster.lookup import Read
+from tierstore.tiers.cluster.requests import TableLayout
+from tierstore.tiers.cluster.topology import Cluster
 from tierstore.tiers.joining import Bounds, JoinedTable, Watermarks
-from tierstore.tiers.remote.cluster import Cluster
-from tierstore.tiers.remote.lookup import Read
-from tierstore.tiers.remote.requests import TableLayout
 from tierstore.types import Keys, Rows, States
 
 
-class RemoteTable(JoinedTable):
+class ClusterTable(JoinedTable):
     """One table of one version in a cluster. `tags` are the version's, in the order of its manifest, and the parts of its watermarks."""
 
     def __init__(
@@ -24,7 +24,7 @@ class RemoteTable(JoinedTable):
         row_bytes: int,
         line: int = 0,
     ) -> None:
-        super().__init__(cluster.machines, row_bytes, len(tags))
+        super().__init__(cluster.pools, row_bytes, len(tags))
         # constant after construction
         self._cluster = cluster
         self.layout = TableLayout(model, version, table, tags, row_bytes, line)

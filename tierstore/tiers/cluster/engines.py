@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from tierstore.errors import TierstoreError
 from tierstore.tiers.answers import reading
-from tierstore.tiers.remote.connections import Connections, driver
-from tierstore.tiers.remote.options import ServerAddress
+from tierstore.tiers.cluster.connections import Connections, driver
+from tierstore.tiers.cluster.options import ServerAddress
 
 _NAMED_BY = {
     "kvrocks_version": "kvrocks",

@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 
 from tierstore.errors import ConfigError, RemoteUnavailable, StorageError
 from tierstore.tiers.answers import reading
-from tierstore.tiers.remote.cluster import Cluster
-from tierstore.tiers.remote.connections import driver
-from tierstore.tiers.remote.options import ServerAddress
+from tierstore.tiers.cluster.connections import driver
+from tierstore.tiers.cluster.options import ServerAddress
+from tierstore.tiers.cluster.topology import Cluster
 
 _PAUSE_S = 0.05
 _ASKING = b"*1\r\n$6\r\nASKING\r\n"
@@ -119,7 +119,7 @@ def _at_master(cluster: Cluster, slot: int, exchange: Callable[[Any, bool], T], 
         except (redis.RedisError, OSError) as error:
             problem = error
             with suppress(RemoteUnavailable):
-                cluster.machines.suspect(cluster.master_of(slot))
+                cluster.pools.suspect(cluster.master_of(slot))
         target = None
         if time.monotonic() > deadline_s:
             raise RemoteUnavailable(f"slot {slot} could not be written within {timeout_s:g} s: {problem}") from problem

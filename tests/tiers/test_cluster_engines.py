@@ -10,9 +10,9 @@ import pytest
 
 from tests.redis_cluster import RedisCluster, engine, needs_engine, redis_cluster
 from tierstore.errors import ConfigError
-from tierstore.tiers.machines import Options
-from tierstore.tiers.remote.cluster import connect
-from tierstore.tiers.remote.engines import Inspection
+from tierstore.tiers.cluster.engines import Inspection
+from tierstore.tiers.cluster.topology import connect
+from tierstore.tiers.connection_pools import Options
 from tools.raw_server import RawServer, words_of
 
 pytest.importorskip("redis", reason="the extra `redis` is not installed")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tierstore.errors import ConfigError
-from tierstore.tiers.remote.options import ServerAddress, hidden, parse_server_urls
+from tierstore.tiers.cluster.options import ServerAddress, hidden, parse_server_urls
 
 
 def test_addresses() -> None:

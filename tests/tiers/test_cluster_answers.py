@@ -14,13 +14,13 @@ import xxhash
 
 from tierstore.engine.placements.cluster.shared_model import SharedModel, model_names
 from tierstore.errors import RemoteUnavailable, StorageError, TierstoreError
-from tierstore.tiers.machines import Options
-from tierstore.tiers.remote.calls import call, command
-from tierstore.tiers.remote.cluster import Cluster, connect
-from tierstore.tiers.remote.layout import slot_of
-from tierstore.tiers.remote.requests import MOST_FIELDS
-from tierstore.tiers.remote.tier import RemoteTable
-from tierstore.tiers.remote.write import Writer
+from tierstore.tiers.cluster.calls import call, command
+from tierstore.tiers.cluster.redis_keys import slot_of
+from tierstore.tiers.cluster.requests import MOST_FIELDS
+from tierstore.tiers.cluster.table import ClusterTable
+from tierstore.tiers.cluster.topology import Cluster, connect
+from tierstore.tiers.cluster.write import Writer
+from tierstore.tiers.connection_pools import Options
 from tools.raw_server import RawRedis, RawServer, words_of
 
 pytest.importorskip("redis", reason="the extra `redis` is not installed")
@@ -121,7 +121,7 @@ def _writer(cluster: Cluster, question: Callable[[Writer], object]) -> object:
 
 
 def _fetch(cluster: Cluster) -> None:
-    table = RemoteTable(cluster, "ctr", 1, "item", [b"0"], 8)
+    table = ClusterTable(cluster, "ctr", 1, "item", [b"0"], 8)
     table.fetch(np.arange(3), np.zeros((3, 8), np.uint8), np.zeros(3, np.uint8), deadline_s=time.monotonic() + 1.0)
 
 
@@ -210,7 +210,7 @@ def test_a_reply_that_comes_before_its_request_was_sent_ends_the_connection() ->
     redis.port = redis.server.port
     with redis:
         made = connect(f"redis://127.0.0.1:{redis.port}", OPTIONS)
-        table = RemoteTable(made, "ctr", 1, "item", [b"0"], 8)
+        table = ClusterTable(made, "ctr", 1, "item", [b"0"], 8)
         state = np.zeros(len(keys), np.uint8)
         with pytest.raises(RemoteUnavailable, match="its answer is not rows"):
             table.fetch(keys, np.zeros((len(keys), 8), np.uint8), state, deadline_s=time.monotonic() + 20.0)

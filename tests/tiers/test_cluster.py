@@ -32,16 +32,16 @@ from tierstore.errors import (
     SequenceGap,
 )
 from tierstore.formats.keys import partition_of
+from tierstore.tiers.cluster import lookup
+from tierstore.tiers.cluster.calls import call, command
+from tierstore.tiers.cluster.engines import Engine
+from tierstore.tiers.cluster.redis_keys import slot_of, watermark_key
+from tierstore.tiers.cluster.table import ClusterTable
+from tierstore.tiers.cluster.topology import Cluster, connect
+from tierstore.tiers.cluster.write import Change, TagState, Writer
+from tierstore.tiers.connection_pools import Options
 from tierstore.tiers.disk.reader_pool import ReaderPool
 from tierstore.tiers.joining import NO_LIMIT
-from tierstore.tiers.machines import Options
-from tierstore.tiers.remote import lookup
-from tierstore.tiers.remote.calls import call, command
-from tierstore.tiers.remote.cluster import Cluster, connect
-from tierstore.tiers.remote.engines import Engine
-from tierstore.tiers.remote.layout import slot_of, watermark_key
-from tierstore.tiers.remote.tier import RemoteTable
-from tierstore.tiers.remote.write import Change, TagState, Writer
 from tierstore.tiers.ssd.cache import SsdCache
 from tierstore.types import Keys, Rows, States, Tier
 
@@ -72,7 +72,7 @@ class Loaded:
         self.writer = Writer(cluster, self.model, 1, {"t": rows.shape[1]}, self.tags, timeout_s=60)
         self.writer.write_rows("t", keys, rows)
         self.writer.finish(seq=seq, epoch=1)
-        self.table = RemoteTable(cluster, self.model, 1, "t", self.tags, rows.shape[1])
+        self.table = ClusterTable(cluster, self.model, 1, "t", self.tags, rows.shape[1])
 
     def fetch(self, keys: Any, **more: Any) -> tuple[Rows, np.ndarray, Any]:
         keys = np.asarray(keys, np.int64)
@@ -118,7 +118,7 @@ class TestContract(BackingContract):
                 super().close()
                 writer.close()
 
-        tables = {n: RemoteTable(self.cluster, model, 1, f"t{n}", tags, ROW_BYTES) for n in TABLE_IDS}
+        tables = {n: ClusterTable(self.cluster, model, 1, f"t{n}", tags, ROW_BYTES) for n in TABLE_IDS}
         return Store("a version", tables, 0, "refuse")
 
     def put(self, store: Any, table_id: int, keys: Keys, rows: Rows, deleted: np.ndarray | None = None) -> None:
@@ -128,7 +128,7 @@ class TestContract(BackingContract):
 class BehindACacheOnSsd:
     """Rows in the cluster as a node reads them that keeps some on its SSD; a put is a delta that is folded at once."""
 
-    def __init__(self, rows: Any, tables: dict[int, RemoteTable], cache: SsdCache) -> None:
+    def __init__(self, rows: Any, tables: dict[int, ClusterTable], cache: SsdCache) -> None:
         self._rows, self._tables, self._cache, self._seq = rows, tables, cache, 0
         sizes = dict.fromkeys(tables, 100_000)
         self._base = RemoteRows("a version", tables, 0, "refuse", cache=cache, rows=sizes)
@@ -294,7 +294,7 @@ def test_one_tag_that_is_lost_fails_alone(loaded: Loaded) -> None:
 
 
 def test_rows_of_another_size_are_refused(loaded: Loaded) -> None:
-    table = RemoteTable(loaded.cluster, loaded.model, 1, "t", loaded.tags, ROW_BYTES - 1)
+    table = ClusterTable(loaded.cluster, loaded.model, 1, "t", loaded.tags, ROW_BYTES - 1)
     state = np.zeros(2, np.uint8)
     with pytest.raises(RemoteUnavailable, match="not rows of 11 bytes"):
         table.fetch(np.array([0, 2]), np.zeros((2, ROW_BYTES - 1), np.uint8), state)
@@ -476,7 +476,7 @@ def test_many_keys_are_asked_for_over_several_connections(servers: RedisCluster,
     order = np.random.default_rng(5).permutation(len(threaded.keys) + len(absent))
     keys = np.concatenate([threaded.keys, absent])[order]
     for address in threaded.cluster.masters():
-        threaded.cluster.machines.forget(address)
+        threaded.cluster.pools.forget(address)
     opened = threaded.cluster.stats()["connections_opened"]
     commands = hmgets(servers)
     rows, state, watermarks = threaded.fetch(keys)
@@ -569,7 +569,7 @@ def test_a_key_is_read_once_however_many_want_it(servers: RedisCluster, loaded: 
 
 def test_bytes_on_their_way_are_bounded(servers: RedisCluster, loaded: Loaded) -> None:
     small = connect(servers.url, Options(timeout_s=60, outstanding_bytes=100_000, other_after_s=0))
-    table = RemoteTable(small, loaded.model, 1, "t", loaded.tags, ROW_BYTES)
+    table = ClusterTable(small, loaded.model, 1, "t", loaded.tags, ROW_BYTES)
 
     def fetch(keys: Keys) -> None:
         table.fetch(keys, np.zeros((len(keys), ROW_BYTES), np.uint8), np.zeros(len(keys), np.uint8))
@@ -659,7 +659,7 @@ def test_a_server_that_is_no_cluster(tmp_path: Path) -> None:
 
 def test_a_closed_cluster_says_so(servers: RedisCluster, loaded: Loaded) -> None:
     cluster = connect(servers.url, PATIENT)
-    table = RemoteTable(cluster, loaded.model, 1, "t", loaded.tags, ROW_BYTES)
+    table = ClusterTable(cluster, loaded.model, 1, "t", loaded.tags, ROW_BYTES)
     cluster.close()
     with pytest.raises(Closed):
         table.fetch(np.arange(3), np.zeros((3, ROW_BYTES), np.uint8), np.zeros(3, np.uint8))
