@@ -46,7 +46,7 @@ def judge(new: Requests, old: Requests) -> Verdict:
 
 
 @dataclass(slots=True)
-class Trial:
+class CanaryTrial:
     """One canary's, from when it was made or the service started."""
 
     canary_before: Requests

@@ -20,7 +20,7 @@ from tests.tiers.cuda_shim.backend import ShimDevice
 from tierstore.engine.store import Store
 from tierstore.errors import InferenceError, InvalidInput, StorageError
 from tierstore.predict import runtime
-from tierstore.predict.placement import CPU_PROVIDER, DensePlacement
+from tierstore.predict.provider import CPU_PROVIDER, DenseProvider
 from tierstore.predict.session import DenseSession, Slot
 from tierstore.service.dataplane.inference import DataPlane, Request
 from tierstore.service.dataplane.tensors import TensorSpec
@@ -68,7 +68,7 @@ def bound(monkeypatch: pytest.MonkeyPatch) -> Bound:
 def with_device(open_store: Callable[..., Store], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Store]:
     monkeypatch.setattr(gpu, "find_backend", lambda: (ShimDevice(number=0), None))
     monkeypatch.setattr(gpu, "MIN_BUDGET", 100 << 10)
-    monkeypatch.setattr(runtime, "placement_of", lambda settings: DensePlacement(CPU_PROVIDER, "cpu", "gpu:0"))
+    monkeypatch.setattr(runtime, "provider_of", lambda settings: DenseProvider(CPU_PROVIDER, "cpu", "gpu:0"))
     return lambda **options: open_store(**{"device_budget": "4MiB"} | options)
 
 

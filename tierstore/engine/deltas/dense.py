@@ -89,7 +89,7 @@ class DenseParts:
         for head in version.info.heads:
             if only is not None and head not in only:
                 continue
-            if (before := opened.get(head, DenseHead())).predictor is None and before.unserved is None:
+            if (before := opened.get(head, DenseHead())).session is None and before.unserved is None:
                 opened[head] = self._opened(version, head, lenient=lenient)
         version.heads = opened
 

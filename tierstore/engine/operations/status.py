@@ -114,7 +114,7 @@ def _canary(view: View, share: float) -> dict[str, Any]:
 
 def _runs(model: Model, view: View, head: str) -> dict[str, float]:
     """Counts of a head over all versions, and of its buffers in the active one."""
-    session = view.heads[head].predictor if head in view.heads else None
+    session = view.heads[head].session if head in view.heads else None
     return model.dense.counts_of(head).as_dict() | {"buffer_bytes": 0 if session is None else session.buffer_bytes}
 
 
@@ -124,7 +124,7 @@ def _heads(model: Model, info: VersionInfo, view: View | None) -> dict[str, str]
         states = dict.fromkeys(info.heads, model.dense.kept)
     else:
         states = {
-            head: "served" if of.predictor is not None else f"kept, not served: {view.under(head).unserved}"
+            head: "served" if of.session is not None else f"kept, not served: {view.under(head).unserved}"
             for head, of in view.heads.items()
         }
     for head, newer in _passed_over(info, view).items():
@@ -138,7 +138,7 @@ def _peculiar(view: View | None) -> dict[str, list[str]]:
     no head takes.
     """
     heads = {} if view is None else view.heads
-    served = {head: of.predictor.bindings for head, of in sorted(heads.items()) if of.predictor is not None}
+    served = {head: of.session.bindings for head, of in sorted(heads.items()) if of.session is not None}
     taken = {name for bindings in served.values() for name in bindings.features}
     return {
         "mixes_rows": [head for head, bindings in served.items() if bindings.mixes_rows],

@@ -19,7 +19,7 @@ from tests.predict.conftest import FEATURES, TABLES
 from tierstore.config import load_settings
 from tierstore.errors import Closed, InvalidInput, LoadCancelled, Overloaded, StorageError
 from tierstore.kernels import child_environment
-from tierstore.predict import trials
+from tierstore.predict import sandbox
 from tierstore.predict.graphs import inspect
 from tierstore.predict.runtime import Runtime
 from tierstore.predict.session import DenseCounts
@@ -37,8 +37,8 @@ def started(monkeypatch) -> list[subprocess.Popen[bytes]]:
         processes.append(real(*args))
         return processes[-1]
 
-    real = trials._start
-    monkeypatch.setattr(trials, "_start", start)
+    real = sandbox._start
+    monkeypatch.setattr(sandbox, "_start", start)
     return processes
 
 
@@ -89,7 +89,7 @@ def test_a_structure_is_all_but_the_values_of_weights():
 
 
 def test_one_that_is_not_ready_in_time_is_refused_and_its_process_killed(started, monkeypatch):
-    monkeypatch.setattr(trials, "CREATE_S", 0.5)
+    monkeypatch.setattr(sandbox, "CREATE_S", 0.5)
     of = runtime()
     for _ in range(2):
         with pytest.raises(InvalidInput, match=r"cannot be made ready to run within 0\.5 s"):
@@ -100,7 +100,7 @@ def test_one_that_is_not_ready_in_time_is_refused_and_its_process_killed(started
 def test_one_that_takes_too_much_memory_is_refused(started):
     of = runtime(dense_memory=32 * MIB)
     with pytest.raises(InvalidInput, match="takes more than 288 MiB of memory"):
-        of.trials.check(om.concatenating(28), b"", lambda: None, waits=True)
+        of.sandbox.check(om.concatenating(28), b"", lambda: None, waits=True)
     assert [process.returncode for process in started] == [-signal.SIGKILL]
 
 
@@ -110,7 +110,7 @@ def test_what_onnx_runtime_refuses_is_refused_as_by_itself():
 
 
 @pytest.mark.parametrize("end", ["cancel", "end_all", "close"])
-def test_a_trial_ends_when_the_load_is_cancelled_or_the_service_stops(started, end):
+def test_the_sandbox_ends_when_the_load_is_cancelled_or_the_service_stops(started, end):
     of = runtime()
     errors: list[BaseException] = []
     cancelled = threading.Event()
@@ -137,8 +137,8 @@ def test_a_trial_ends_when_the_load_is_cancelled_or_the_service_stops(started, e
 def test_more_at_once_wait_or_are_refused_and_known_structures_go_on(started):
     of = runtime()
     load(of, linear(1.0))
-    for _ in range(trials.AT_ONCE):
-        of.trials._slots.acquire()
+    for _ in range(sandbox.AT_ONCE):
+        of.sandbox._slots.acquire()
     with pytest.raises(Overloaded, match="2 dense parts of new structures are being tried; try again"):
         load(of, om.linear({"item_id": np.ones(8)}), waits=False)
     load(of, linear(2.0), waits=False)
@@ -148,7 +148,7 @@ def test_more_at_once_wait_or_are_refused_and_known_structures_go_on(started):
     def one_is_done() -> None:
         looks.append(None)
         if len(looks) == 3:
-            of.trials._slots.release()
+            of.sandbox._slots.release()
 
     load(of, om.linear({"item_id": np.ones(8)}), may_go_on=one_is_done)
     assert len(started) == 2
@@ -167,7 +167,7 @@ def test_a_process_that_ends_without_an_answer_is_an_error_that_says_how(monkeyp
         command = [sys.executable, "-c", f"import os, signal, sys; {does}"]
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, bufsize=0)
 
-    monkeypatch.setattr(trials, "_start", start)
+    monkeypatch.setattr(sandbox, "_start", start)
     with pytest.raises(error, match=says):
         load(runtime(), linear(1.0))
 
@@ -191,14 +191,14 @@ def test_no_process_outlives_one_that_was_killed():
     program = """
 import sys
 from tests.predict import onnx_models as om
-from tests.predict.test_trials import ENDLESS, load, runtime
-from tierstore.predict import trials
-real = trials._start
+from tests.predict.test_sandbox import ENDLESS, load, runtime
+from tierstore.predict import sandbox
+real = sandbox._start
 def start(*args):
     process = real(*args)
     print(process.pid, flush=True)
     return process
-trials._start = start
+sandbox._start = start
 load(runtime(), ENDLESS)
 """
     parent = subprocess.Popen(
@@ -219,9 +219,9 @@ load(runtime(), ENDLESS)
     eventually(has_ended, "its end")
 
 
-def test_a_trial_needs_little():
+def test_the_sandbox_needs_little():
     """Neither the store nor its kernels: it starts in the time that NumPy and ONNX Runtime take."""
-    program = "import sys, tierstore.predict.trial; print(*sys.modules)"
+    program = "import sys, tierstore.predict.sandbox_process; print(*sys.modules)"
     found = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
     ).stdout

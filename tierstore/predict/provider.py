@@ -1,4 +1,4 @@
-"""Where dense parts run: the provider of ONNX Runtime, its options, and the memory that rows may be in.
+"""The execution provider that runs dense parts: ONNX Runtime's, its options, and the memory that rows may be in.
 
 Immutable values and functions; any thread may use them. Names and values of options are ONNX Runtime's:
 https://onnxruntime.ai/docs/execution-providers/CUDA-ExecutionProvider.html
@@ -19,14 +19,14 @@ INSTALL_CUDA = "pip uninstall onnxruntime, then pip install 'tierstore[dense-gpu
 
 
 @dataclass(frozen=True, slots=True)
-class DensePlacement:
+class DenseProvider:
     """A provider, and the memory that it reads and writes.
 
     `memory` names the kind of device as IO bindings do; it is the first of that kind. `device` is its name in this
     store (`gpu:0`): rows that the device tier holds there are read there. None: rows come in CPU memory.
     """
 
-    provider: str
+    name: str
     memory: str
     device: str | None = None
     options: Mapping[str, str] = field(default_factory=dict)
@@ -34,16 +34,16 @@ class DensePlacement:
     @property
     def providers(self) -> list[Any]:
         """Execution providers for `InferenceSession`; operators that the first has no kernels for run on the CPU."""
-        if self.provider == CPU_PROVIDER:
+        if self.name == CPU_PROVIDER:
             return [CPU_PROVIDER]
-        return [(self.provider, dict(self.options)), CPU_PROVIDER]
+        return [(self.name, dict(self.options)), CPU_PROVIDER]
 
 
-ON_CPU = DensePlacement(CPU_PROVIDER, "cpu")
+ON_CPU = DenseProvider(CPU_PROVIDER, "cpu")
 
 
-def placement_of(settings: Settings) -> DensePlacement:
-    """The placement that the settings name."""
+def provider_of(settings: Settings) -> DenseProvider:
+    """The provider that the settings name."""
     if settings.dense_provider == "cpu":
         return ON_CPU
     options = {
@@ -53,27 +53,27 @@ def placement_of(settings: Settings) -> DensePlacement:
         "use_tf32": "0",  # on by default, it keeps 10 of the 23 bits of float32 numbers in products of matrices
     }
     given = {name.removeprefix(CUDA): value for name, value in settings.dense_options.items() if name.startswith(CUDA)}
-    return DensePlacement(CUDA_PROVIDER, "cuda", "gpu:0", options | given)
+    return DenseProvider(CUDA_PROVIDER, "cuda", "gpu:0", options | given)
 
 
-def check_installed(onnxruntime: Any, placement: DensePlacement) -> None:
+def check_installed(onnxruntime: Any, provider: DenseProvider) -> None:
     """Raise MissingExtra where the installed ONNX Runtime has no such provider."""
-    if placement.provider not in (there := onnxruntime.get_available_providers()):
+    if provider.name not in (there := onnxruntime.get_available_providers()):
         raise MissingExtra(
             f"dense_provider is cuda, and the ONNX Runtime {onnxruntime.__version__} that is installed has no "
-            f"{placement.provider}, only {', '.join(there)}: {INSTALL_CUDA}"
+            f"{provider.name}, only {', '.join(there)}: {INSTALL_CUDA}"
         )
     if hasattr(onnxruntime, "preload_dlls"):
         onnxruntime.preload_dlls()  # from NVIDIA's packages, where they are installed
 
 
-def check_made(session: Any, placement: DensePlacement) -> None:
+def check_made(session: Any, provider: DenseProvider) -> None:
     """Raise MissingExtra where a session lacks its provider: ONNX Runtime drops one that
     cannot start, and only logs it.
     """
-    if placement.provider not in session.get_providers():
+    if provider.name not in session.get_providers():
         raise MissingExtra(
-            f"dense_provider is cuda, and ONNX Runtime cannot start {placement.provider}: there is no such device, or "
+            f"dense_provider is cuda, and ONNX Runtime cannot start {provider.name}: there is no such device, or "
             "its driver, CUDA or cuDNN is missing or of another release than ONNX Runtime's (its log says which): "
             "pip install 'onnxruntime-gpu[cuda,cudnn]' brings the libraries"
         )

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from benchmarks import access_traces, cache_policy, policy_models
 from tests.counts import few_or_many, with_large_counts
 from tests.tiers.host_rows import pool
+from tierstore.tiers.host.cache_trials import SCALES, CacheTrials, Point
 from tierstore.tiers.host.sample import ALL, AccessSample
 from tierstore.tiers.host.table import HostTable
-from tierstore.tiers.host.trials import SCALES, CacheTrials, Point
 from tierstore.types import Combiner, Keys, Tier
 
 UNIVERSE, ACCESSES, ROWS = 100_000, 2_000_000, 6_000

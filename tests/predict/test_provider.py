@@ -10,7 +10,7 @@ import pytest
 
 from tierstore.config import load_settings
 from tierstore.errors import MissingExtra
-from tierstore.predict.placement import CUDA_PROVIDER, ON_CPU, check_installed, check_made, placement_of
+from tierstore.predict.provider import CUDA_PROVIDER, ON_CPU, check_installed, check_made, provider_of
 from tierstore.predict.runtime import Runtime
 
 onnxruntime = pytest.importorskip("onnxruntime", reason="needs the extra `dense`")
@@ -22,16 +22,16 @@ def settings(**options: Any) -> Any:
 
 
 def test_the_processor_is_what_is_not_said_otherwise(load: Callable[..., Any]) -> None:
-    assert placement_of(load_settings(None)) is ON_CPU
+    assert provider_of(load_settings(None)) is ON_CPU
     assert ON_CPU.providers == ["CPUExecutionProvider"]
 
 
 def test_the_providers_options_are_the_settings() -> None:
-    placement = placement_of(
+    provider = provider_of(
         settings(dense_options={"cuda.gpu_mem_limit": 3 << 30, "cuda.tunable_op_enable": True})
     )  # fmt: skip
-    assert (placement.memory, placement.device) == ("cuda", "gpu:0")
-    (name, options), last = placement.providers
+    assert (provider.memory, provider.device) == ("cuda", "gpu:0")
+    (name, options), last = provider.providers
     assert (name, last) == (CUDA_PROVIDER, "CPUExecutionProvider")
     assert options == {
         "device_id": "0", "gpu_mem_limit": str(3 << 30), "arena_extend_strategy": "kSameAsRequested", "use_tf32": "0",
@@ -52,10 +52,10 @@ def test_a_provider_that_cannot_start_is_refused_and_not_replaced_by_the_process
 
 
 def test_a_session_that_goes_without_its_provider_is_refused() -> None:
-    placement = placement_of(settings())
-    check_made(SimpleNamespace(get_providers=lambda: [CUDA_PROVIDER, "CPUExecutionProvider"]), placement)
+    provider = provider_of(settings())
+    check_made(SimpleNamespace(get_providers=lambda: [CUDA_PROVIDER, "CPUExecutionProvider"]), provider)
     with pytest.raises(MissingExtra, match=r"onnxruntime-gpu\[cuda,cudnn\]"):
-        check_made(SimpleNamespace(get_providers=lambda: ["CPUExecutionProvider"]), placement)
+        check_made(SimpleNamespace(get_providers=lambda: ["CPUExecutionProvider"]), provider)
 
 
 def test_libraries_of_nvidias_packages_are_found_where_onnx_runtime_can_look_for_them() -> None:
@@ -63,5 +63,5 @@ def test_libraries_of_nvidias_packages_are_found_where_onnx_runtime_can_look_for
     module = SimpleNamespace(
         get_available_providers=lambda: [CUDA_PROVIDER], preload_dlls=lambda: loaded.append(True), __version__="1"
     )
-    check_installed(module, placement_of(settings()))
+    check_installed(module, provider_of(settings()))
     assert loaded == [True]

@@ -1,10 +1,10 @@
-"""The process in which a graph is tried: `python -m tierstore.predict.trial`, started by `trials.py`.
+"""The sandbox's process, in which one graph is tried: `python -m tierstore.predict.sandbox_process` (`sandbox.py`).
 
 It makes a session, which may take all time and memory there is, or crash, and says when it is done, whether ONNX
 Runtime took the graph or not:
 
     argument         the number of an open file: the graph
-    stdin            one line: {"plan": …fields of SessionPlan, "seconds": how long it may live}
+    stdin            one line: {"settings": …fields of SessionSettings, "seconds": how long it may live}
     stdout           "done"
 
 When stdin ends, which it does when the parent dies however it dies, it exits at once; where a session being made keeps
@@ -20,7 +20,7 @@ import sys
 import threading
 from contextlib import suppress
 
-from tierstore.predict.making import SessionPlan, make_session
+from tierstore.predict.making import SessionSettings, make_session
 
 DONE = b"done"
 
@@ -42,7 +42,7 @@ def main() -> None:
     import onnxruntime
 
     with suppress(Exception):  # the service will be given the same error, and knows what to make of it
-        make_session(onnxruntime, model, SessionPlan(**question["plan"]))
+        make_session(onnxruntime, model, SessionSettings(**question["settings"]))
     os.write(answers, DONE)
     os._exit(0)
 

@@ -1,10 +1,10 @@
-"""Trials of graphs: one of a structure not yet known is made into a session in a process of its own first.
+"""The sandbox for graphs: one of a structure not yet known is made into a session in a process of its own first.
 
 ONNX Runtime works on a graph before it runs, and nothing ends that work: local functions are replaced by what they do,
 constants are computed. So a few bytes can take a processor for good, or all memory. A process can be killed. It is a
-new interpreter, neither forked nor spawned (`trial.py`), and lives for one graph.
+new interpreter, neither forked nor spawned (`sandbox_process.py`), and lives for one graph.
 
-`Trials`: any thread. Nothing is written to disk.
+`GraphSandbox`: any thread. Nothing is written to disk.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from typing import BinaryIO
 from tierstore.errors import InvalidInput, Overloaded, StorageError
 from tierstore.kernels import child_environment
 from tierstore.machine import end_first
-from tierstore.predict.making import CREATE_S, SessionPlan
-from tierstore.predict.placement import CPU_PROVIDER
-from tierstore.predict.trial import DONE
+from tierstore.predict.making import CREATE_S, SessionSettings
+from tierstore.predict.provider import CPU_PROVIDER
+from tierstore.predict.sandbox_process import DONE
 
-AT_ONCE = 2  # trials; each may take the processor and the memory of one
+AT_ONCE = 2  # graphs; each may take the processor and the memory of one
 _MOST_PASSED = 4096  # structures
 _TICK_S = 0.02  # memory can grow by a few ten MB meanwhile
 _GRACE_S = 10  # after which a process ends itself
@@ -44,22 +44,22 @@ _STDERR_TAIL = 500
 _KILLS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)  # by others
 
 
-class Trials:
-    """Trials of all graphs of a store, each in a process of its own.
+class GraphSandbox:
+    """Tries all graphs of a store, each in a process of its own.
 
     `memory_bytes` is what a graph may take beside its weights.
     """
 
-    def __init__(self, plan: SessionPlan, memory_bytes: int) -> None:
+    def __init__(self, settings: SessionSettings, memory_bytes: int) -> None:
         # A GPU's provider works on what this one has worked on; in a process of its own it would take seconds to start
-        self._plan = replace(plan, providers=[CPU_PROVIDER], memory_bytes=memory_bytes)
+        self._settings = replace(settings, providers=[CPU_PROVIDER], memory_bytes=memory_bytes)
         self._memory_bytes = memory_bytes
         self._slots = threading.BoundedSemaphore(AT_ONCE)
         self._lock = threading.Lock()
         self._passed: OrderedDict[bytes, None] = OrderedDict()  # structures that passed; guarded by _lock
 
     def add(self, structure: bytes) -> None:
-        """Graphs of this structure need no trial from now on."""
+        """Graphs of this structure need no sandbox from now on."""
         with self._lock:
             self._passed[structure] = None
             self._passed.move_to_end(structure)
@@ -70,7 +70,7 @@ class Trials:
         """Try a graph, unless one of its structure has passed.
 
         InvalidInput for one that is not ready in time, takes too much memory or crashes. `may_go_on` is
-        called all the time, and what it raises ends the trial. Overloaded where others are being tried and
+        called all the time, and what it raises ends that process. Overloaded where others are being tried and
         this one does not wait for them.
         """
         with self._lock:
@@ -81,14 +81,14 @@ class Trials:
             if not waits:
                 raise Overloaded(f"{AT_ONCE} dense parts of new structures are being tried; try again later")
         try:
-            try_graph(model, self._plan, self._memory_bytes + _OWN_BYTES + _RATIO * len(model), may_go_on)
+            try_graph(model, self._settings, self._memory_bytes + _OWN_BYTES + _RATIO * len(model), may_go_on)
         finally:
             self._slots.release()
         self.add(structure)
 
 
-def try_graph(model: bytes, plan: SessionPlan, limit_bytes: int, may_go_on: Callable[[], None]) -> None:
-    """Make a session in a process of its own, which has ended on return. Raises as `Trials.check`."""
+def try_graph(model: bytes, settings: SessionSettings, limit_bytes: int, may_go_on: Callable[[], None]) -> None:
+    """Make a session in a process of its own, which has ended on return. Raises as `GraphSandbox.check`."""
     with contextlib.ExitStack() as stack:
         graph, said = (stack.enter_context(_memory_file(name)) for name in ("graph", "said"))
         graph.write(model)
@@ -99,7 +99,7 @@ def try_graph(model: bytes, plan: SessionPlan, limit_bytes: int, may_go_on: Call
         stack.callback(process.kill)
         assert process.stdin is not None
         assert process.stdout is not None
-        question = {"plan": asdict(plan), "seconds": int(CREATE_S) + _GRACE_S}
+        question = {"settings": asdict(settings), "seconds": int(CREATE_S) + _GRACE_S}
         with contextlib.suppress(BrokenPipeError):
             process.stdin.write(json.dumps(question).encode() + b"\n")
             process.stdin.flush()
@@ -130,7 +130,7 @@ def _memory_file(name: str) -> BinaryIO:
 def _start(graph: int, said: int) -> subprocess.Popen[bytes]:
     try:
         return subprocess.Popen(
-            [sys.executable, "-P", "-m", "tierstore.predict.trial", str(graph)],
+            [sys.executable, "-P", "-m", "tierstore.predict.sandbox_process", str(graph)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=said,
