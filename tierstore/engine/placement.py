@@ -17,7 +17,7 @@ from tierstore.engine.deltas.origin import Origin
 from tierstore.engine.versions.info import VersionInfo
 from tierstore.engine.versions.rows import VersionRows
 from tierstore.errors import TierstoreError
-from tierstore.formats.delta.reader import Delta, DeltaHead
+from tierstore.formats.delta.reader import Delta, DeltaHeader
 from tierstore.formats.names import VersionDirectory
 from tierstore.formats.snapshot.manifest import Manifest
 from tierstore.formats.snapshot.reader import Snapshot
@@ -141,7 +141,7 @@ class ModelPlacement:
     ]  # whether this node is the one that applies a source's deltas, of all nodes that the source feeds
     load: Callable[[], LoadTarget]  # where the rows of a load go
     held: Callable[
-        [DeltaHead], DeltaResult | None
+        [DeltaHeader], DeltaResult | None
     ]  # the result for a delta that was acknowledged before; it is not decoded
     apply_delta: ApplyDelta
     next_in_run: Callable[[], int | None]  # the seq with which `apply_run` begins; None while it takes none

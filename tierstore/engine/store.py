@@ -228,8 +228,8 @@ class Store(ParkedMessages):
         Conflict, Overloaded.
         """
         self._check_open()
-        placed = self.placed(self.model((incoming := IncomingDelta(source, model, seq)).head.model))
-        if (held := placed.held(incoming.head)) is not None:
+        placed = self.placed(self.model((incoming := IncomingDelta(source, model, seq)).header.model))
+        if (held := placed.held(incoming.header)) is not None:
             return held
         with incoming.decoded(self.shared.decoding, self.shared.overlay_budget) as delta:
             return placed.apply_delta(delta, incoming.data, origin)

@@ -37,7 +37,7 @@ from tierstore.engine.serving.record import StateRecord
 from tierstore.engine.serving.undone import Age, Undone
 from tierstore.errors import Corruption, DeltaError, NotFound, StorageError
 from tierstore.formats import files
-from tierstore.formats.delta.head import read_event_time
+from tierstore.formats.delta.metadata import read_event_time
 from tierstore.formats.names import MAX_ORDINAL, ModelDirectory
 from tierstore.formats.regular import read_regular
 

@@ -42,7 +42,7 @@ from tierstore.engine.placements.following.follower import Follower, remote_rows
 from tierstore.engine.serving.order import DEACTIVATED, REPLACED, ROLLBACK, WITHDRAWN, ServingOrder
 from tierstore.engine.serving.routing import Routing
 from tierstore.errors import Conflict, DeltaError, NotReady, Overloaded, SequenceGap, StorageError, TooLarge
-from tierstore.formats.delta.reader import Delta, DeltaHead
+from tierstore.formats.delta.reader import Delta, DeltaHeader
 from tierstore.tiers.cluster.write import Writer
 from tierstore.types import DeltaResult, Progress, ProgressFn, check_share
 
@@ -101,11 +101,11 @@ class ClusterModel:
 
     # --- deltas
 
-    def held(self, head: DeltaHead) -> DeltaResult | None:
+    def held(self, header: DeltaHeader) -> DeltaResult | None:
         """The result for a delta that both the cluster's log and this node have."""
-        if self.model.log.digest(head.seq) != head.digest or (self.follower.pointer.seq or 0) < head.seq:
+        if self.model.log.digest(header.seq) != header.digest or (self.follower.pointer.seq or 0) < header.seq:
             return None
-        return self._result(head.seq, applied=False)
+        return self._result(header.seq, applied=False)
 
     def _result(self, seq: int, *, applied: bool) -> DeltaResult:
         pointer = self.follower.pointer

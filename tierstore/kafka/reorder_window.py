@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
-from tierstore.kafka.messages import Head, KafkaMessage, digest_of
+from tierstore.kafka.messages import KafkaMessage, MessageHeaders, digest_of
 
 MESSAGE_BYTES = 300  # about what a message takes beside its content
 
@@ -72,7 +72,7 @@ class _Offsets:
         return self._heap[0] if self._heap else None
 
 
-class Window:
+class ReorderWindow:
     """Deltas by model and seq. `limit` is in bytes; the lowest seq of each model is held in any case."""
 
     def __init__(self, limit: int) -> None:
@@ -83,36 +83,36 @@ class Window:
         self.nbytes = 0
         self.forgotten: dict[str, dict[int, int]] = {}  # model → partition → the offset to read again from
 
-    def add(self, message: KafkaMessage, head: Head) -> Held | None:
+    def add(self, message: KafkaMessage, headers: MessageHeaders) -> Held | None:
         """Hold a message. Returns its delta; None where it is held already."""
-        same_seq = self._models.setdefault(head.model, {}).setdefault(head.seq, [])
+        same_seq = self._models.setdefault(headers.model, {}).setdefault(headers.seq, [])
         for held in same_seq:
-            if (held.partition, held.parts) == (message.partition, head.parts) and held.digest == head.digest:
-                if self._put(held, message, head):
+            if (held.partition, held.parts) == (message.partition, headers.parts) and held.digest == headers.digest:
+                if self._put(held, message, headers):
                     break
                 return None
-            if held.complete and head.parts == 1 and (held.digest or digest_of(held.data())) == head.digest:
+            if held.complete and headers.parts == 1 and (held.digest or digest_of(held.data())) == headers.digest:
                 return None  # the same delta, in another partition or in other parts
         else:
-            held = Held(head.model, head.seq, message.partition, head.parts, head.digest)
+            held = Held(headers.model, headers.seq, message.partition, headers.parts, headers.digest)
             same_seq.append(held)
-            self._put(held, message, head)
+            self._put(held, message, headers)
         held.timestamp_ms = max(held.timestamp_ms, message.timestamp_ms)
-        held.trace.update(head.trace)
+        held.trace.update(headers.trace)
         self._shrink()
         return held
 
-    def _put(self, held: Held, message: KafkaMessage, head: Head) -> bool:
-        before = held.values.get(head.part)
+    def _put(self, held: Held, message: KafkaMessage, headers: MessageHeaders) -> bool:
+        before = held.values.get(headers.part)
         if before == message.value:
             return False
         if before is not None:
-            if head.part == 1:  # an attempt of which nothing else is needed any more
+            if headers.part == 1:  # an attempt of which nothing else is needed any more
                 for part in list(held.values):
                     self._drop_part(held, part)
             else:
-                self._drop_part(held, head.part)
-        held.values[head.part], held.offsets[head.part] = message.value, message.offset
+                self._drop_part(held, headers.part)
+        held.values[headers.part], held.offsets[headers.part] = message.value, message.offset
         self._count(held, len(message.value), 1)
         self._offsets.setdefault(held.partition, _Offsets()).add(message.offset)
         return True

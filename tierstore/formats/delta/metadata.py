@@ -1,4 +1,4 @@
-"""What a delta says of itself, in the metadata of its schemas. Pure functions; any thread may call them."""
+"""The metadata of a delta: what its Arrow schemas say of it. Pure functions; any thread may call them."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _DECIMAL = re.compile(r"[0-9]{1,19}")
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaWords:
-    """What each stream of a delta says of it; they are equal."""
+class DeltaMetadata:
+    """The schema metadata of a delta's streams, which is the same in each."""
 
     model: str
     seq: int
@@ -29,8 +29,8 @@ class DeltaWords:
     parts: int
 
 
-def words_of(metadata: Mapping[bytes, bytes]) -> DeltaWords:
-    """What a delta says of itself in a schema's metadata. DeltaError where it is invalid."""
+def metadata_of(metadata: Mapping[bytes, bytes]) -> DeltaMetadata:
+    """A schema's metadata, checked. DeltaError where it is invalid."""
 
     def text(name: str) -> str | None:
         value = metadata.get(name.encode())
@@ -53,7 +53,7 @@ def words_of(metadata: Mapping[bytes, bytes]) -> DeltaWords:
     if model is None or seq is None or event_time is None:
         raise DeltaError("bad delta: expected schema metadata `model`, `seq` and `event_time`")
     try:
-        return DeltaWords(
+        return DeltaMetadata(
             check_name("model", model), seq, parse_time(event_time), number("base_version"), number("parts") or 1
         )
     except DeltaError:
@@ -66,6 +66,6 @@ def read_event_time(path: Path) -> datetime:
     """When the delta in a file happened: its first message alone is read, of one that was accepted. DeltaError."""
     try:
         with pa.OSFile(str(path)) as file:
-            return words_of(pa.ipc.open_stream(file).schema.metadata or {}).event_time
+            return metadata_of(pa.ipc.open_stream(file).schema.metadata or {}).event_time
     except (pa.ArrowException, OSError) as error:
         raise DeltaError(f"cannot read the delta {path}: {error}") from error

@@ -8,21 +8,21 @@ import tracemalloc
 import pytest
 
 from tierstore.errors import DeltaError
-from tierstore.kafka.messages import Head, KafkaMessage, digest_of, head_of, split
-from tierstore.kafka.window import MESSAGE_BYTES, Window
+from tierstore.kafka.messages import KafkaMessage, MessageHeaders, digest_of, headers_of, split
+from tierstore.kafka.reorder_window import MESSAGE_BYTES, ReorderWindow
 
 
 def message(offset: int, value: bytes, partition: int = 0, **headers: object) -> KafkaMessage:
     return KafkaMessage(partition, offset, value, [(name, str(text).encode()) for name, text in headers.items()], 0)
 
 
-def put(window: Window, offset: int, seq: int, value: bytes = b"x" * 100, partition: int = 0) -> bool:
-    head = Head("ctr", seq, 1, 1, digest_of(value))
-    return window.add(message(offset, value, partition), head) is not None
+def put(window: ReorderWindow, offset: int, seq: int, value: bytes = b"x" * 100, partition: int = 0) -> bool:
+    headers = MessageHeaders("ctr", seq, 1, 1, digest_of(value))
+    return window.add(message(offset, value, partition), headers) is not None
 
 
 def test_the_lowest_offset_that_is_needed() -> None:
-    window = Window(1 << 20)
+    window = ReorderWindow(1 << 20)
     for offset, seq in ((5, 9), (6, 7), (7, 8)):
         assert put(window, offset, seq)
     assert not put(window, 8, 9)  # held already
@@ -34,22 +34,22 @@ def test_the_lowest_offset_that_is_needed() -> None:
 
 
 def test_parts_in_any_order_and_a_second_attempt() -> None:
-    window, data = Window(1 << 20), bytes(range(250))
+    window, data = ReorderWindow(1 << 20), bytes(range(250))
     parts = list(split("ctr", 4, data, 100))
     messages = [KafkaMessage(0, offset, bytes(value), headers, 0) for offset, (headers, value) in enumerate(parts)]
     for one in (messages[2], messages[0]):
-        held = window.add(one, head_of(one))
+        held = window.add(one, headers_of(one))
     assert held is not None
     assert not held.complete
-    assert window.add(messages[0], head_of(messages[0])) is None
-    window.add(messages[1], head_of(messages[1]))
+    assert window.add(messages[0], headers_of(messages[0])) is None
+    window.add(messages[1], headers_of(messages[1]))
     assert (held.complete, held.data(), held.first_offset) == (True, data, 0)
 
 
 def test_a_second_attempt_without_a_digest_replaces_the_first() -> None:
-    window = Window(1 << 20)
+    window = ReorderWindow(1 << 20)
     for offset, (part, value) in enumerate([(1, b"old1"), (2, b"old2"), (1, b"new1"), (2, b"new2"), (3, b"new3")]):
-        held = window.add(message(offset, value), Head("ctr", 4, part, 3, None))
+        held = window.add(message(offset, value), MessageHeaders("ctr", 4, part, 3, None))
     assert held is not None
     assert (held.complete, held.data(), window.needed(0, 9)) == (True, b"new1new2new3", 2)
 
@@ -61,7 +61,7 @@ def test_what_it_forgets_is_read_again(seed: int) -> None:
     topic = [(seq, partition) for seq in range(1, 60) for partition in (0, 1) if partition == seq % 2]
     chance.shuffle(topic)
     lanes = {partition: [seq for seq, its in topic if its == partition] for partition in (0, 1)}
-    window, positions, applied = Window(6 * (100 + MESSAGE_BYTES)), {0: 0, 1: 0}, 0
+    window, positions, applied = ReorderWindow(6 * (100 + MESSAGE_BYTES)), {0: 0, 1: 0}, 0
     for _ in range(2000):
         partition = chance.choice([one for one in lanes if positions[one] < len(lanes[one])] or [0])
         if positions[partition] < len(lanes[partition]):
@@ -96,11 +96,11 @@ def test_what_it_forgets_is_read_again(seed: int) -> None:
 )
 def test_bad_headers(headers: dict[str, object], why: str) -> None:
     with pytest.raises(DeltaError, match=why):
-        head_of(message(0, b"value", 0, **headers))
+        headers_of(message(0, b"value", 0, **headers))
 
 
 def test_deltas_that_pass_while_a_gap_is_open_leave_nothing_behind() -> None:
-    window = Window(1 << 20)
+    window = ReorderWindow(1 << 20)
     put(window, 0, 1_000_000)  # what it waits for does not come
     tracemalloc.start()
     try:

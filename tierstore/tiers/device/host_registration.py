@@ -21,7 +21,7 @@ from tierstore.tiers.host.table import HostTable
 NOT_YET = "the host tier has not answered yet"
 
 
-class HostWindow:
+class HostRegistration:
     """The registration of one host tier. `problem` says why kernels do not read it; None if they do."""
 
     def __init__(self, backend: Backend, stream: DeviceStream, order: Order) -> None:
