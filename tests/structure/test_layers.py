@@ -204,7 +204,7 @@ ROOMS: dict[str, dict[str, int]] = {
     "client": {
         "environment": 0,
         "settings": 0,
-        "sources": 0,
+        "identify": 0,
         "upload": 0,
         "wire": 0,
         "balancing": 1,

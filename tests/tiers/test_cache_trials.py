@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from benchmarks import access_traces, cache_policy, policy_models
 from tests.counts import few_or_many, with_large_counts
 from tests.tiers.host_rows import pool
+from tierstore.tiers.host.access_sample import ALL, AccessSample
 from tierstore.tiers.host.cache_trials import SCALES, CacheTrials, Point
-from tierstore.tiers.host.sample import ALL, AccessSample
 from tierstore.tiers.host.table import HostTable
 from tierstore.types import Combiner, Keys, Tier
 

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tierstore.client.base import parse_addresses
+from tierstore.client.identify import snapshot_model, snapshot_version
 from tierstore.client.replicas import compare_rows
-from tierstore.client.sources import snapshot_model, snapshot_version
 from tierstore.client.sync import Client
 from tierstore.errors import (
     FAULTS,

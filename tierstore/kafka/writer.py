@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from tierstore.errors import DeltaError, InvalidInput, NotFound, Unreachable
 from tierstore.formats.delta.writer import DeltaWriter
 from tierstore.formats.names import MAX_ORDINAL
-from tierstore.formats.times import Moment
+from tierstore.formats.times import TimeLike
 from tierstore.kafka import client
 from tierstore.kafka.admin import TopicAdmin
 from tierstore.kafka.messages import KafkaMessage, MessageHeaders, headers_of, read_checked, split
@@ -88,7 +88,7 @@ class KafkaDeltaWriter:
         return self._next_seq
 
     @contextmanager
-    def delta(self, *, event_time: Moment | None = None, base_version: int | None = None) -> Iterator[DeltaWriter]:
+    def delta(self, *, event_time: TimeLike | None = None, base_version: int | None = None) -> Iterator[DeltaWriter]:
         """A `DeltaWriter` whose delta is sent when the block ends; if the block raises, nothing is sent."""
         sink = io.BytesIO()
         with DeltaWriter(

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from tierstore.engine.data.hour import Hour
+from tierstore.tiers.host.access_sample import ALL, AccessSample
 from tierstore.tiers.host.cache_trials import CacheTrials
-from tierstore.tiers.host.sample import ALL, AccessSample
 from tierstore.tiers.host.table import HostTable
 from tierstore.types import Keys
 

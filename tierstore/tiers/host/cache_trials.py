@@ -18,9 +18,9 @@ from typing import NamedTuple
 import numpy as np
 
 from tierstore.kernels.hashing import mix_all
+from tierstore.tiers.host.access_sample import ALL
 from tierstore.tiers.host.cache.layout import CONTROL_BYTES, WAYS
 from tierstore.tiers.host.layout import Layout
-from tierstore.tiers.host.sample import ALL
 from tierstore.tiers.host.table import HostTable
 from tierstore.types import Keys, KeyType, StorageDtype, TableSpec
 

@@ -1,4 +1,4 @@
-"""Digests of some served rows, at one seq, by which two nodes are compared without sending their tables.
+"""Digests of a sample of the served rows, at one seq, by which two nodes are compared without sending their tables.
 
 The rows are as a request would get them, overlays included. Any thread; only reads.
 """
@@ -25,7 +25,7 @@ _PIECES = 16  # runs of neighbouring codes that a node chooses, spread over the 
 _LOWEST, _END = -(1 << 63), 1 << 63
 
 
-def sample(
+def sampled_digests(
     model: Model,
     version: int | str | None,
     keys: Mapping[str, Sequence[int]] | None,

@@ -1,4 +1,4 @@
-"""What a snapshot or a delta says of itself, where its files can be read here. Pure functions; any thread."""
+"""Identifies snapshots and deltas: the model and version that their files name. Pure functions; any thread."""
 
 from __future__ import annotations
 

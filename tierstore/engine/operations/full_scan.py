@@ -1,6 +1,6 @@
-"""Moments: every row that a model serves at one moment, for work that writes or compares all of them.
+"""A full scan: every row that a model serves at one seq, for work that writes or compares all of them.
 
-A view is held until every table has an iterator of that moment, a fraction of a second: until then no later delta is
+A view is held until every table has an iterator of that seq, a fraction of a second: until then no later delta is
 folded. After that deltas, folds and switches go on as ever. The version stays open until the block ends, also if
 another one is switched to; but a switch back to it, or its drop, ends the work on it.
 
@@ -37,11 +37,11 @@ _LEAST_ROWS, _MOST_ROWS = 2048, 65536  # of a batch
 
 
 @dataclass(frozen=True, slots=True)
-class ServedMoment:
-    """A version at one seq. `tables` has each table's rows of that moment by ascending code, each to be read once.
+class FullScan:
+    """A version at one seq. `tables` has each table's rows of that seq by ascending code, each to be read once.
 
     With each batch are the times of its rows, if the table has some. `strings`: all kept strings of a table's keys of
-    that moment, where they were asked for; each to be read once.
+    that seq, where they were asked for; each to be read once.
     """
 
     version: Version
@@ -64,9 +64,9 @@ def check_goes_on(what: str, model: Model, number: int | None, stops: Callable[[
 
 
 @contextlib.contextmanager
-def moment_of(
+def full_scan(
     model: Model, wanted: int | str | None, check: Callable[[View], None], *, with_strings: bool = False
-) -> Iterator[ServedMoment]:
+) -> Iterator[FullScan]:
     """What a version (number or label; None: the active one) serves now; `check` may refuse its view.
 
     Its version stays open until the end of the block. `with_strings`: of all tables that keep them.
@@ -74,19 +74,19 @@ def moment_of(
     publisher = model.publisher
     wanted = model.wanted(wanted)
     with contextlib.ExitStack() as stack:
-        moment = None
-        while moment is None:
+        scan = None
+        while scan is None:
             with publisher.hold_all() as served, contextlib.ExitStack() as pin:
                 view = served.choose(model.name, STABLE if wanted is None else wanted, None)
                 check(view)
                 if pin.enter_context(publisher.pinned(view.version)) is view.open_version:  # not switched meanwhile
-                    moment = _read(view, stack, with_strings)
+                    scan = _read(view, stack, with_strings)
                     stack.push(pin.pop_all())
-        yield moment
+        yield scan
 
 
-def _read(view: View, stack: contextlib.ExitStack, with_strings: bool) -> ServedMoment:
-    """The moment of a held view. When this returns, all iterators are positioned, and the view may be released."""
+def _read(view: View, stack: contextlib.ExitStack, with_strings: bool) -> FullScan:
+    """The scan of a held view. When this returns, all iterators are positioned, and the view may be released."""
     version = view.open_version
     row_bytes = sum(8 + spec.row_bytes for spec in version.specs.values())
     batch = max(_LEAST_ROWS, min(_MOST_ROWS, _READ_BYTES // max(1, row_bytes)))
@@ -113,7 +113,7 @@ def _read(view: View, stack: contextlib.ExitStack, with_strings: bool) -> Served
                 of_overlays = None if changed is None or changed.times is None else as_rows(changed.times)
                 times = _with_changes(standing(number, TIME_BYTES), changed, of_overlays, batch)
                 tables[name] = _in_step(name, rows, times)
-    return ServedMoment(version, view.seq, _graphs(view), tables, strings, view.colliding)
+    return FullScan(version, view.seq, _graphs(view), tables, strings, view.colliding)
 
 
 def _with_changes(

@@ -1,4 +1,4 @@
-"""Where a Triton model's answers come from: a store in this process, or a service that has the rows.
+"""Answerers of a Triton model's requests: a store in this process, or a service that has the rows.
 
 Triton's Python backend runs each instance of each model in a process of its own, and one process at a time may have a
 data directory open. So the first instance that comes opens the directory, and serves it over HTTP too, for deltas,
@@ -6,7 +6,7 @@ versions and metrics; every other one, of whatever model, finds there who serves
 `tierstore serve` has the directory open, all of them ask that. When the process that served is gone, the next one that
 wants something opens the directory.
 
-A source belongs to the thread that executes.
+An answerer belongs to the thread that executes.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ START_S = 60.0  # that an instance waits for a service that starts
 _POLL_S = 0.1
 
 
-class Source(Protocol):
+class Answerer(Protocol):
     """What answers requests to one model."""
 
     def answer(self, inputs: Arrays, outputs: Sequence[str], timeout_us: int | None, *, on_gpu: bool) -> Arrays:
         """The outputs of these names, by the inputs of a request. TierstoreError.
 
-        `on_gpu`: rows are left on the GPU where the source is a store that has a device tier there.
+        `on_gpu`: rows are left on the GPU where the answerer is a store that has a device tier there.
         """
 
     def check(self) -> None:
@@ -46,7 +46,7 @@ class Source(Protocol):
     def close(self) -> None: ...
 
 
-class Remote:
+class RemoteService:
     """A service, over its own client."""
 
     def __init__(self, url: str, model: str) -> None:
@@ -61,7 +61,7 @@ class Remote:
         if not self._client.model(self._model).ready:
             raise NotReady(f"model {self._model!r} has no active version: load a snapshot, and load this model again")
 
-    def reached(self) -> Remote:
+    def reached(self) -> RemoteService:
         """Itself. Unreachable where nothing answers."""
         try:
             self._client.ready()
@@ -79,37 +79,37 @@ class Directory:
 
     def __init__(self, data: Path, model: str, settings: Mapping[str, Any]) -> None:
         self._data, self._model, self._settings = data, model, settings
-        self._source: Source | None = self._find()
+        self._answerer: Answerer | None = self._find()
 
     def answer(self, inputs: Arrays, outputs: Sequence[str], timeout_us: int | None, *, on_gpu: bool) -> Arrays:
-        if self._source is not None:
+        if self._answerer is not None:
             try:
-                return self._source.answer(inputs, outputs, timeout_us, on_gpu=on_gpu)
+                return self._answerer.answer(inputs, outputs, timeout_us, on_gpu=on_gpu)
             except Unreachable as error:
                 log.warning("%s: looking up which node has %s now", error, self._data)
                 self.close()
-        self._source = self._find()
-        return self._source.answer(inputs, outputs, timeout_us, on_gpu=on_gpu)
+        self._answerer = self._find()
+        return self._answerer.answer(inputs, outputs, timeout_us, on_gpu=on_gpu)
 
     def check(self) -> None:
-        assert self._source is not None
-        self._source.check()
+        assert self._answerer is not None
+        self._answerer.check()
 
     def close(self) -> None:
-        source, self._source = self._source, None
-        if source is not None:
-            source.close()
+        answerer, self._answerer = self._answerer, None
+        if answerer is not None:
+            answerer.close()
 
-    def _find(self) -> Source:
+    def _find(self) -> Answerer:
         from tierstore.triton.embedded import Embedded
 
-        def found() -> Source:
+        def found() -> Answerer:
             try:
                 return Embedded(self._data, self._model, self._settings)
             except Locked as error:
                 if error.url is None:  # it is being opened, or closed
                     raise
-                return Remote(error.url, self._model).reached()
+                return RemoteService(error.url, self._model).reached()
 
         return until(found, (Locked, Unreachable))
 
@@ -126,7 +126,7 @@ def until(found: Callable[[], T], waits_for: type[Exception] | tuple[type[Except
             time.sleep(_POLL_S)
 
 
-def source_of(parameters: Mapping[str, str], model: str) -> Source:
+def answerer_of(parameters: Mapping[str, str], model: str) -> Answerer:
     """By the parameters of `model`: `url`, or `data` with settings of the store.
 
     ConfigError where neither or both are there.
@@ -136,6 +136,6 @@ def source_of(parameters: Mapping[str, str], model: str) -> Source:
     if (url is None) == (data is None):
         raise ConfigError("config.pbtxt: expected the parameter `data`, a directory, or `url`, a service")
     if url is not None:
-        return Remote(url, model)
+        return RemoteService(url, model)
     assert data is not None
     return Directory(Path(data), model, settings)
