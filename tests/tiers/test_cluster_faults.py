@@ -13,7 +13,7 @@ import pytest
 
 from tests.redis_cluster import RedisCluster, redis_cluster, wait_for
 from tests.tiers.backing_contract import ROW_BYTES, some_rows
-from tests.tiers.test_remote import PATIENT, Loaded
+from tests.tiers.test_cluster import PATIENT, Loaded
 from tierstore.errors import RemoteUnavailable
 from tierstore.formats.keys import partition_of
 from tierstore.tiers.cluster.table import ClusterTable

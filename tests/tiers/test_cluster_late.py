@@ -11,7 +11,7 @@ import pytest
 
 from tests.redis_cluster import redis_cluster
 from tests.tiers.backing_contract import ROW_BYTES, some_rows
-from tests.tiers.test_remote import PATIENT
+from tests.tiers.test_cluster import PATIENT
 from tierstore.errors import Conflict, StorageError
 from tierstore.tiers.cluster.redis_keys import before_key, rows_key, watermark_key
 from tierstore.tiers.cluster.topology import Cluster, connect
