@@ -130,7 +130,7 @@ class Model:
         state, changed = self.state, self.publisher.changed
         with state.switch, state.live.write:
             with contextlib.suppress(StorageError):
-                state.record.repair()
+                state.file.repair()
             retiring, served = state.retiring.all(), state.live.close()
             to_close = [*retiring, *served]
             with changed:

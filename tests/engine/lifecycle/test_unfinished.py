@@ -130,7 +130,7 @@ def test_a_service_that_is_killed_while_it_loads_goes_on_when_the_snapshot_is_lo
     assert right(store)
     assert store.status()["models"][MODEL]["unfinished"] == {}
     assert not (model.where.version(2).journal).exists()
-    assert not model.state.record.document.loads
+    assert not model.state.file.document.loads
     assert store.verify().ok
     with pytest.raises(Conflict, match="there already"):
         store.load_snapshot(source)

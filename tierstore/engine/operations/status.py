@@ -58,7 +58,7 @@ def _document(model: Model, served: Routing) -> dict[str, Any]:
         "log": model.state.log.status(),
         "undone": [list(each) for each in model.state.log.undone.ranges],
         "versions": _versions(model, served),
-        "rollback_to": None if view is None else model.state.record.document.order.last_of(model.versions),
+        "rollback_to": None if view is None else model.state.file.document.order.last_of(model.versions),
         "to_drop": model.drops.once_active(),
         "damaged": {str(number): why for number, why in sorted(model.catalogue.damaged.copy().items())},
         "unfinished": {
@@ -154,7 +154,7 @@ def _passed_over(info: VersionInfo, view: View | None) -> Mapping[str, str]:
 
 def _versions(model: Model, served: Routing) -> list[dict[str, Any]]:
     entries = []
-    labels, order = served.all_labels(), model.state.record.document.order
+    labels, order = served.all_labels(), model.state.file.document.order
     for info in model.catalogue.infos():
         heads = _heads(model, info, served.numbered(info.number))
         view = served.numbered(info.number)

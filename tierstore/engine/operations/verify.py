@@ -144,9 +144,9 @@ def _check_loaded_dense(path: Path, expected: str) -> None:
 
 def _check_log(model: Model) -> tuple[int, list[str]]:
     """(entries read, faults) of the log, and of the records that the next start reads."""
-    log, record = model.state.log, model.state.record
+    log, state_file = model.state.log, model.state.file
     problems, count = [f"{model.name}: {why}" for why in log.damage], 0
-    for check in (record.check, log.check):
+    for check in (state_file.check, log.check):
         try:
             with model.state.live.write:
                 check()

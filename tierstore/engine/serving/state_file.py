@@ -1,4 +1,4 @@
-"""A model's document on disk and in memory, see `document.py`: one change at a time, each published whole.
+"""The state file of a model, and its document in memory (`document.py`): one change at a time, each published whole.
 
 The caller holds the model's write lock. A failed change puts back the document before. If even that fails (such as on a
 full disk), the file is in doubt: it may differ from what serves, and nothing more is acknowledged until `repair` has
@@ -21,8 +21,8 @@ from tierstore.formats import files
 from tierstore.formats.names import ModelDirectory
 
 
-class StateRecord:
-    """The document of one model, as it is in memory: `document`.
+class StateFile:
+    """The file with the document of one model, and that document in memory: `document`.
 
     Without `durable` it is only there: of a node that follows others, which say anew what it is to serve.
     """
