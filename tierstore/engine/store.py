@@ -37,7 +37,7 @@ from tierstore.engine.operations.restore import leftovers_of
 from tierstore.engine.operations.status import store_status, with_problems
 from tierstore.engine.operations.together import Models, close_shared, start_background, stop_background
 from tierstore.engine.operations.verify import verify_store
-from tierstore.engine.placement import ModelPlacement
+from tierstore.engine.placement import ModelVerbs
 from tierstore.engine.placements.choose import choose_placement
 from tierstore.engine.serving.epochs import Epochs
 from tierstore.engine.serving.publisher import Publisher
@@ -214,7 +214,7 @@ class Store(ParkedMessages):
                     cancelled=cancelled,
                 )
 
-    def placed(self, model: Model) -> ModelPlacement:
+    def placed(self, model: Model) -> ModelVerbs:
         """The operations that change a model, wherever its rows are."""
         return self.placement.existing(model.name)
 

@@ -25,7 +25,7 @@ from tierstore.engine.lifecycle.rules import (
     served_last,
 )
 from tierstore.engine.model import Model
-from tierstore.engine.placement import ModelPlacement, Refusals
+from tierstore.engine.placement import ModelVerbs, Refusals
 from tierstore.engine.placements.cluster.ingester import Ingester
 from tierstore.engine.placements.cluster.shared_load import SharedLoad
 from tierstore.engine.placements.cluster.shared_model import (
@@ -76,7 +76,7 @@ class ClusterModel:
         self.open_writer, self._refusals = open_writer, refusals
         self._refused: tuple[int, str] | None = None  # after which delta none was taken here, and why
         self._switching = threading.Lock()
-        self.placement = ModelPlacement(
+        self.placement = ModelVerbs(
             leads=lambda: self.ingester.epoch is not None, load=lambda: new_target(self), held=self.held,
             apply_delta=self.apply_delta, next_in_run=lambda: None, apply_run=lambda run: 0,
             activate=self.activate, rollback=self.rollback, canary=self.canary,

@@ -20,7 +20,7 @@ from tierstore.engine.deltas.incoming import DecodedDeltas
 from tierstore.engine.lifecycle.state import Shared
 from tierstore.engine.model import Model
 from tierstore.engine.operations.together import Models
-from tierstore.engine.placement import ModelPlacement, Refusals
+from tierstore.engine.placement import ModelVerbs, Refusals
 from tierstore.engine.placements.cluster.model import ClusterModel
 from tierstore.engine.placements.cluster.shared_model import line_text, model_names
 from tierstore.engine.placements.cluster.target import ClusterTarget, owner_of
@@ -138,7 +138,7 @@ class ClusterPlacement:
     def adopt(self, name: str, directory: Path) -> None:
         self.refusals.check("adopt")
 
-    def existing(self, name: str) -> ModelPlacement:
+    def existing(self, name: str) -> ModelVerbs:
         return self.followed.existing(name).placement
 
     @property

@@ -20,7 +20,7 @@ from tierstore import kernels
 from tierstore.engine.lifecycle.state import Shared
 from tierstore.engine.model import Model
 from tierstore.engine.operations.together import Models
-from tierstore.engine.placement import ModelPlacement, Refusals
+from tierstore.engine.placement import ModelVerbs, Refusals
 from tierstore.engine.placements.following.follower import Follower
 from tierstore.engine.placements.following.models import FollowedModels
 from tierstore.engine.placements.following.rows import PLACES_S, RemoteRows
@@ -55,7 +55,7 @@ class FrontModel:
         self.model, self.upstream = model, upstream
         self.follower = Follower(model, upstream, node, lambda data, _: read_delta(data))
         self.start, self.close = self.follower.start, self.follower.close
-        self.placement = ModelPlacement(leads=lambda: False, **refusals.verbs(model.name))
+        self.placement = ModelVerbs(leads=lambda: False, **refusals.verbs(model.name))
 
     def status(self) -> dict[str, Any]:
         """What this front knows of the upstream model, without asking a node."""
@@ -171,7 +171,7 @@ class UpstreamPlacement:
     def adopt(self, name: str, directory: Path) -> None:
         self.refusals.check("adopt")
 
-    def existing(self, name: str) -> ModelPlacement:
+    def existing(self, name: str) -> ModelVerbs:
         return self.followed.existing(name).placement
 
     @property
