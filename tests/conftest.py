@@ -18,7 +18,7 @@ from hypothesis import settings
 
 from tests.compiled.__main__ import compile_kernels
 from tests.counts import few_or_many
-from tierstore.ingest import plan
+from tierstore.ingest import load_plan
 
 settings.register_profile(
     "patient", settings(), deadline=None, max_examples=few_or_many(30, 100)
@@ -95,4 +95,4 @@ def _one_trust_store() -> Iterator[None]:
 @pytest.fixture
 def own_helpers(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests that are about helper processes: small loads have them too."""
-    monkeypatch.setattr(plan, "SMALL_BYTES", -1)
+    monkeypatch.setattr(load_plan, "SMALL_BYTES", -1)

@@ -26,8 +26,8 @@ from tierstore.errors import TierstoreError
 from tierstore.kafka.messages import KafkaMessage
 from tierstore.kafka.registry import Registry
 from tierstore.kafka.row_formats import decoder, text_decoder
-from tierstore.kafka.rows import RowReader
-from tierstore.tiers.cluster import calls, lookup, topology
+from tierstore.kafka.row_messages import RowReader
+from tierstore.tiers.cluster import commands, lookup, topology
 from tierstore.tiers.cluster.redis_keys import slot_of
 from tierstore.tiers.cluster.table import ClusterTable
 from tierstore.tiers.cluster.write import Writer
@@ -158,7 +158,7 @@ def _redis() -> Iterator[Run]:
     """What servers of a cluster answer to look-ups, to writes, and to questions about slots and models. PORT is the server's own."""
     with ExitStack() as stack:
         server = stack.enter_context(RawRedis(closes=True))
-        for module, name in ((lookup, "_PAUSE_S"), (calls, "_PAUSE_S"), (topology, "_REFRESH_EVERY_S")):
+        for module, name in ((lookup, "_PAUSE_S"), (commands, "_PAUSE_S"), (topology, "_REFRESH_EVERY_S")):
             stack.enter_context(mock.patch.object(module, name, 0.0))
         connected = topology.connect(f"redis://127.0.0.1:{server.port}", QUICK)
         stack.callback(connected.close)
@@ -208,7 +208,9 @@ def _redis() -> Iterator[Run]:
             {
                 "slots": slots,
                 "rows": rows,
-                "call": lambda: calls.call(connected, slot_of(b"0"), [calls.command(b"HLEN", b"x")], timeout_s=0.02),
+                "call": lambda: commands.call(
+                    connected, slot_of(b"0"), [commands.command(b"HLEN", b"x")], timeout_s=0.02
+                ),
                 "states": states,
                 "pointer": lambda: shared.pointer().current is None,
                 "versions": lambda: len(shared.versions()),

@@ -32,7 +32,7 @@ from tierstore.formats.delta.reader import read_delta
 from tierstore.formats.onnx_file import read_dense
 from tierstore.formats.snapshot.built import open_source
 from tierstore.formats.snapshot.reader import open_snapshot
-from tierstore.formats.snapshot.requests import read_request
+from tierstore.formats.snapshot.recorded_requests import read_request
 from tierstore.kafka.messages import KafkaMessage, check_digest, headers_of, read_checked
 from tierstore.kafka.reorder_window import ReorderWindow
 from tierstore.service.server import ServerThread

@@ -33,7 +33,7 @@ from tierstore.errors import (
 )
 from tierstore.formats.keys import partition_of
 from tierstore.tiers.cluster import lookup
-from tierstore.tiers.cluster.calls import call, command
+from tierstore.tiers.cluster.commands import call, command
 from tierstore.tiers.cluster.engines import Engine
 from tierstore.tiers.cluster.redis_keys import slot_of, watermark_key
 from tierstore.tiers.cluster.table import ClusterTable

@@ -14,9 +14,9 @@ import xxhash
 
 from tierstore.engine.placements.cluster.shared_model import SharedModel, model_names
 from tierstore.errors import RemoteUnavailable, StorageError, TierstoreError
-from tierstore.tiers.cluster.calls import call, command
+from tierstore.tiers.cluster.commands import call, command
 from tierstore.tiers.cluster.redis_keys import slot_of
-from tierstore.tiers.cluster.requests import MOST_FIELDS
+from tierstore.tiers.cluster.row_requests import MOST_FIELDS
 from tierstore.tiers.cluster.table import ClusterTable
 from tierstore.tiers.cluster.topology import Cluster, connect
 from tierstore.tiers.cluster.write import Writer

@@ -19,7 +19,7 @@ import numpy as np
 from tierstore.formats.row_times import TIME_BYTES, table_of
 from tierstore.formats.snapshot.reader import Snapshot
 from tierstore.ingest.colliding import Limits, Repeated, distinct, duplicate, repeated, set_apart, without
-from tierstore.ingest.plan import run_row_bytes
+from tierstore.ingest.load_plan import run_row_bytes
 from tierstore.ingest.runs import ReportRows, Run, merged
 from tierstore.ingest.tasks import Merged, MergeRuns
 from tierstore.kernels.digest import digest_rows

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tierstore.ingest.load_plan import LoadPlan, TablePlan
 from tierstore.ingest.load_tasks import LoadTasks
-from tierstore.ingest.plan import LoadPlan, TablePlan
 from tierstore.ingest.tasks import CheckFile, CheckRun, Joined, JoinRuns, Merged, Sorted
 
 Check = Callable[[Sequence[CheckFile | CheckRun]], set[str]]  # the paths of those that are whole

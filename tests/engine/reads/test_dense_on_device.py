@@ -176,7 +176,7 @@ def test_outputs_of_no_fixed_size_come_from_rows_on_the_device(
 def test_an_output_that_breaks_its_word_is_known_the_second_time(
     with_device: Callable[..., Store], tmp_path: Path, bound: Bound, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tierstore.engine.deltas.dense.warm", lambda *_: None)
+    monkeypatch.setattr("tierstore.engine.deltas.dense_parts.warm", lambda *_: None)
     ports = {"user_id": (om.FLOAT, ["n", 4])}
     graph = om.build([om.node("Concat", "user_id user_id", "twice", axis=0)], ports, {"twice": (om.FLOAT, ["n", 4])})
     store = with_device()

@@ -21,7 +21,7 @@ from itertools import chain
 from tierstore.engine.data.dense_head import Heads
 from tierstore.engine.data.disk_room import DiskRoom
 from tierstore.engine.data.overlay import Overlay, encode_delta, stack
-from tierstore.engine.deltas.dense import DenseParts
+from tierstore.engine.deltas.dense_parts import DenseParts
 from tierstore.engine.deltas.incoming import Incoming, gently, may_run
 from tierstore.engine.deltas.log import DeltaLog, NewEntry
 from tierstore.engine.deltas.newest_event import NewestEvent

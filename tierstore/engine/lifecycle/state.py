@@ -16,7 +16,7 @@ from tierstore.config import Settings
 from tierstore.config.memory import decoding_bytes
 from tierstore.engine.data.budget import DecodeBudget, HostBudget, OverlayBudget
 from tierstore.engine.data.disk_room import DiskRoom
-from tierstore.engine.deltas.dense import DenseParts
+from tierstore.engine.deltas.dense_parts import DenseParts
 from tierstore.engine.deltas.log import DeltaLog
 from tierstore.engine.events.callbacks import SwitchLock
 from tierstore.engine.events.observer import Observer

@@ -22,7 +22,7 @@ from tierstore.engine.operations.key_history import KeyHistory, iso_time, search
 from tierstore.engine.reads.view import View
 from tierstore.engine.serving.routing import STABLE
 from tierstore.engine.versions.info import VersionInfo
-from tierstore.engine.versions.strings import find_strings
+from tierstore.engine.versions.kept_strings import find_strings
 from tierstore.errors import InvalidInput, StorageError
 from tierstore.formats.colliding import NONE
 from tierstore.formats.key_arrays import key_array

@@ -20,14 +20,14 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from tierstore.engine.deltas.dense import recorded
+from tierstore.engine.deltas.dense_parts import recorded
 from tierstore.engine.model import Model
 from tierstore.engine.operations.full_scan import FullScan, check_goes_on, full_scan
 from tierstore.engine.operations.golden import examples_of, index_of
 from tierstore.engine.operations.low_priority import low_priority
 from tierstore.engine.reads.view import View
 from tierstore.engine.versions.hot_keys import load_keys
-from tierstore.engine.versions.strings import why_missing, with_strings
+from tierstore.engine.versions.kept_strings import why_missing, with_strings
 from tierstore.engine.versions.version import Version
 from tierstore.errors import Conflict, InvalidInput, StorageError
 from tierstore.formats import files
@@ -38,7 +38,7 @@ from tierstore.formats.objects import is_url
 from tierstore.formats.row_times import TIME, Times
 from tierstore.formats.snapshot.built import open_source
 from tierstore.formats.snapshot.reader import local_path
-from tierstore.formats.snapshot.requests import ragged, read_request
+from tierstore.formats.snapshot.recorded_requests import ragged, read_request
 from tierstore.formats.snapshot.writer import SnapshotWriter, TableWriter
 from tierstore.formats.uploads import check_nothing_at, scratch_directory, upload_tree
 from tierstore.ingest.build import build_version

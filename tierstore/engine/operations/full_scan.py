@@ -18,11 +18,11 @@ from itertools import chain
 import numpy as np
 
 from tierstore.engine.data.overlay import OverlayTable
-from tierstore.engine.deltas.dense import check_dense
+from tierstore.engine.deltas.dense_parts import check_dense
 from tierstore.engine.model import Model
 from tierstore.engine.reads.view import View
 from tierstore.engine.serving.routing import STABLE
-from tierstore.engine.versions.strings import standing_strings
+from tierstore.engine.versions.kept_strings import standing_strings
 from tierstore.engine.versions.version import Version
 from tierstore.errors import Closed, Corruption, StorageError
 from tierstore.formats.colliding import CollidingKeys

@@ -14,12 +14,12 @@ from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
-from tierstore.engine.deltas.dense import check_dense
+from tierstore.engine.deltas.dense_parts import check_dense
 from tierstore.engine.lifecycle.throttle import Throttle
 from tierstore.engine.model import Model
 from tierstore.engine.operations.golden import GoldenReport, check_kept
 from tierstore.engine.versions.info import EXPIRED, VersionInfo
-from tierstore.engine.versions.strings import standing_strings, with_strings
+from tierstore.engine.versions.kept_strings import standing_strings, with_strings
 from tierstore.engine.versions.version import Version
 from tierstore.errors import Closed, Corruption, NotFound, StorageError, TierstoreError
 from tierstore.formats import files

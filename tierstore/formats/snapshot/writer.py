@@ -44,7 +44,7 @@ from tierstore.formats.snapshot.golden import (
     write_example,
 )
 from tierstore.formats.snapshot.manifest import MAX_REQUESTS, Manifest
-from tierstore.formats.snapshot.requests import write_request
+from tierstore.formats.snapshot.recorded_requests import write_request
 from tierstore.formats.snapshot.shard_writers import ArrowShard, HugeCtrShard, ShardFile, TensorShard
 from tierstore.formats.strings import as_arrow_strings
 from tierstore.formats.times import TimeLike, as_utc

@@ -27,7 +27,7 @@ from tierstore.tiers.answers import reading
 from tierstore.tiers.cluster.connections import ServerConnection, driver
 from tierstore.tiers.cluster.options import ServerAddress, port_of
 from tierstore.tiers.cluster.redis_keys import APPLYING, SEQ
-from tierstore.tiers.cluster.requests import TableLayout
+from tierstore.tiers.cluster.row_requests import TableLayout
 from tierstore.tiers.cluster.topology import Cluster
 from tierstore.tiers.joining import Watermarks
 from tierstore.types import Keys, Rows, States, Tier

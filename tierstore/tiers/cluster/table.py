@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tierstore.tiers.cluster.lookup import Read
-from tierstore.tiers.cluster.requests import TableLayout
+from tierstore.tiers.cluster.row_requests import TableLayout
 from tierstore.tiers.cluster.topology import Cluster
 from tierstore.tiers.joining import Bounds, JoinedTable, Watermarks
 from tierstore.types import Keys, Rows, States

@@ -23,7 +23,7 @@ from tierstore.kernels import partitions
 from tierstore.kernels.codec import address_of
 from tierstore.threads import Pool
 from tierstore.tiers.answers import reading
-from tierstore.tiers.cluster.calls import Packed, call, call_if, command
+from tierstore.tiers.cluster.commands import Packed, call, call_if, command
 from tierstore.tiers.cluster.redis_keys import (
     APPLYING,
     CHUNK,
@@ -40,7 +40,7 @@ from tierstore.tiers.cluster.redis_keys import (
     slot_of,
     watermark_key,
 )
-from tierstore.tiers.cluster.requests import MOST_FIELDS
+from tierstore.tiers.cluster.row_requests import MOST_FIELDS
 from tierstore.tiers.cluster.scripts import ALREADY, APPLIED, APPLY, FENCED, FORKED, GAP
 from tierstore.tiers.cluster.topology import Cluster
 from tierstore.tiers.joining import REPLACED

@@ -20,8 +20,8 @@ import numpy as np
 from tierstore.kernels.hashing import mix_all
 from tierstore.tiers.host.access_sample import ALL
 from tierstore.tiers.host.cache.layout import CONTROL_BYTES, WAYS
-from tierstore.tiers.host.layout import Layout
 from tierstore.tiers.host.table import HostTable
+from tierstore.tiers.host.table_layout import Layout
 from tierstore.types import Keys, KeyType, StorageDtype, TableSpec
 
 SCALES = (0.25, 0.5, 1.0, 2.0, 4.0)  # relative to the present cache

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tierstore.formats.snapshot.manifest import Manifest, TableEntry
-from tierstore.ingest.plan import MAX_FAN_IN, MAX_FILES, SAMPLES, LoadPlan, plan_load
+from tierstore.ingest.load_plan import MAX_FAN_IN, MAX_FILES, SAMPLES, LoadPlan, plan_load
 from tierstore.types import BaseKind
 
 GB, TB = 10**9, 10**12

@@ -37,7 +37,7 @@ from tierstore.errors import (
 )
 from tierstore.formats.delta.reader import Delta
 from tierstore.formats.regular import read_regular
-from tierstore.formats.snapshot.requests import ragged, read_request
+from tierstore.formats.snapshot.recorded_requests import ragged, read_request
 from tierstore.predict.binding import FeatureInput
 from tierstore.predict.runtime import Runtime
 from tierstore.predict.session import Array, DenseCounts, DenseSession

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore.kernels.codec import address_of
-from tierstore.tiers.cluster.calls import command
+from tierstore.tiers.cluster.commands import command
 from tierstore.tiers.cluster.redis_keys import APPLYING, SEQ, rows_key, slot_of, watermark_key
 from tierstore.types import Keys
 from tierstore.wire import resp
