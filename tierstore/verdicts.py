@@ -1,4 +1,4 @@
-"""Whether a version does as well as the one beside it: by the share of requests that failed.
+"""Verdicts on a new version: whether it does as well as the one beside it, by the share of requests that failed.
 
 One rule for a canary of `watch_snapshots`, and for a rollout to several nodes. Values; any thread, one trial at a time.
 """

@@ -1,4 +1,4 @@
-"""What a command works on: a data directory that it opens itself, or a running service.
+"""The target of a command: a data directory that it opens itself, or a running service.
 
 `Store` and `Client` have the same verbs, so a command is written once. Called from the main thread.
 """

@@ -1,4 +1,4 @@
-"""What a bulk load does with finished files: copies them, checks them, ingests them and reads them back. See `tasks.py`.
+"""Finished files of a bulk load: copied, checked, ingested and read back. See `tasks.py`.
 
 In a helper process, one task at a time, on its main thread. What a crash leaves lies in the load's own directory; the
 tasks `CheckRun` and `CheckFile` find out whether it is whole.

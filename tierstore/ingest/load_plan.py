@@ -1,4 +1,4 @@
-"""How a load is cut into tasks, from the sizes in the manifest: how large runs are, how they are merged, how many files.
+"""The plan of a load, from the sizes in the manifest: how large runs are, how they are merged, how many files.
 
     shards --> runs that fit in memory --> (joined into fewer runs, where there are many) --> files of a key range each
 

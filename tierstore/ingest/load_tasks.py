@@ -1,4 +1,4 @@
-"""Which tasks make what a load needs, as `load_plan.py` and the journal say. For the thread of the load.
+"""The tasks that a load needs, by its plan (`load_plan.py`) and its journal. For the thread of the load.
 
 Every name of a run and of a finished file is chosen here, so that a load that goes on finds what another one has made.
 """

@@ -1,4 +1,4 @@
-"""One key range of all runs to one finished file: the second half of a bulk load. See `tasks.py`.
+"""Merges one key range of all runs into one finished file: the second half of a bulk load. See `tasks.py`.
 
 A merge reads the same key range of every run, so its file overlaps no other file. In a helper process, one task at a
 time, on its main thread. Memory is bounded by `step_bytes`, however many runs there are; a file of RocksDB's kind is held

@@ -1,4 +1,4 @@
-"""What a load that was broken off has left, and what of it the next load of the same snapshot can use.
+"""Resumes a load that was broken off: what it has left, and what of that the next load of the same snapshot can use.
 
 For the thread of the load.
 """

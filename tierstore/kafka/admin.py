@@ -1,4 +1,4 @@
-"""What brokers say of a topic and a consumer cannot ask: its id, and how far its partitions go, also beyond a
+"""Questions to brokers that a consumer cannot ask: a topic's id, and how far its partitions go, also beyond a
 transaction that is open.
 
 One thread.

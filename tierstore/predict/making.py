@@ -1,4 +1,4 @@
-"""How a session of ONNX Runtime is made. It imports next to nothing, for the processes in which graphs are tried.
+"""Makes sessions of ONNX Runtime. It imports next to nothing, for the processes in which graphs are tried.
 
 `make_session`: any thread, one session at a time.
 """

@@ -1,5 +1,5 @@
-"""Data directories that were copied (`cp -a`, rsync) while a process had them open: their files are of different
-moments.
+"""Detects data directories that were copied (`cp -a`, rsync) while a process had them open: their files are of
+different moments.
 
 Such a directory opens like any other, as everything in it is checked. A torn model has a problem that says how to make
 the copy whole.

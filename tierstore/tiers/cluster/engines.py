@@ -1,4 +1,4 @@
-"""What engine the servers of a cluster run, and what of their settings would lose what they have acknowledged.
+"""Engines of a cluster's servers, and those of their settings that would lose what they have acknowledged.
 
 Any thread. It asks each server with INFO and CONFIG GET; what a server does not say, or must not be asked, is passed over.
 """
