@@ -269,7 +269,7 @@ $(CLIENTS)/triton/.installed:
 	@touch $@
 
 # The tests of rows in a cluster, on any server that speaks the protocol: SERVER=path.
-CLUSTER_TESTS := tests/tiers/test_remote.py tests/tiers/test_remote_engines.py tests/tiers/test_remote_faults.py \
+CLUSTER_TESTS := tests/tiers/test_cluster.py tests/tiers/test_cluster_engines.py tests/tiers/test_cluster_faults.py \
   tests/engine/placements/cluster tests/service/sources/test_kafka_cluster.py
 SERVER ?=
 test-engine: $(STAMP)

@@ -38,10 +38,10 @@ from benchmarks.machine import describe
 from benchmarks.options import parser_of
 from tests.redis_cluster import SERVER, RedisCluster, engine, redis_cluster
 from tierstore.engine.store import Store
-from tierstore.tiers.machines import Options
-from tierstore.tiers.remote.cluster import connect
-from tierstore.tiers.remote.tier import RemoteTable
-from tierstore.tiers.remote.write import Change, Writer
+from tierstore.tiers.cluster.table import ClusterTable
+from tierstore.tiers.cluster.topology import connect
+from tierstore.tiers.cluster.write import Change, Writer
+from tierstore.tiers.connection_pools import Options
 from tierstore.types import Tier
 
 DIM = 16  # float32: rows of 64 bytes
@@ -87,7 +87,7 @@ def on_engine(program: str, rows: int) -> Iterator[Contender]:
         writer.finish(seq=0)
         took, table, seqs = (
             time.perf_counter() - began,
-            RemoteTable(cluster, "engines", 1, "t", tags, ROW_BYTES),
+            ClusterTable(cluster, "engines", 1, "t", tags, ROW_BYTES),
             iter(range(1, 1 << 30)),
         )
 

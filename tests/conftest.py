@@ -18,7 +18,7 @@ from hypothesis import settings
 
 from tests.compiled.__main__ import compile_kernels
 from tests.counts import few_or_many
-from tierstore.ingest import plan
+from tierstore.ingest import load_plan
 
 settings.register_profile(
     "patient", settings(), deadline=None, max_examples=few_or_many(30, 100)
@@ -38,7 +38,7 @@ LONG = (
     "service/sources/test_peers", "triton/test_server", "kernels/test_cache_places", "client/test_rollout",
     "service/sources/test_kafka", "service/reactor/test_predictions", "engine/placements/cluster/test_cluster", "interop/test_look_ups",
     "tiers/test_disk", "service/test_first_start", "service/upstream/test_front", "torch/test_golden", "cli/test_commands",
-    "tiers/test_remote_answers", "service/sources/test_peer_processes", "test_docs", "service/test_listener_bounds",
+    "tiers/test_cluster_answers", "service/sources/test_peer_processes", "test_docs", "service/test_listener_bounds",
     "engine/placements/cluster/test_load_parts", "engine/lifecycle/test_unfinished", "service/http/test_slow_clients",
     "predict/test_golden_trainers", "engine/serving/test_canary", "service/sources/test_locations_in_storage",
     "ingest/test_partitioned", "torch/test_export", "engine/lifecycle/test_switch", "engine/lifecycle/test_start",
@@ -95,4 +95,4 @@ def _one_trust_store() -> Iterator[None]:
 @pytest.fixture
 def own_helpers(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests that are about helper processes: small loads have them too."""
-    monkeypatch.setattr(plan, "SMALL_BYTES", -1)
+    monkeypatch.setattr(load_plan, "SMALL_BYTES", -1)

@@ -1,4 +1,4 @@
-"""What this machine gives, and how much of that the store gets out of it: `tierstore bench`.
+"""`tierstore bench`: measures this machine, and how much of that the store gets out of it.
 
 Each figure stands beside a limit of the machine, which is measured in turn with it: memory, the drive, a flush, a
 socket. All files are in a temporary directory on the drive that is measured, which is removed at the end.

@@ -1,4 +1,4 @@
-"""What a forked child does with objects of its parent: some begin anew in it, others are refused there.
+"""Resets objects in a forked child, or refuses them there.
 
 A fork copies the thread that calls it and no other: a lock that another thread held stays locked in the child for good,
 what that thread counted as under way never ends, and sockets, files and locks of files are the parent's.

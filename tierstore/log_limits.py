@@ -1,5 +1,4 @@
-"""No more of one kind of line in the log than a person can use, however often it is written:
-clients must not fill a disk.
+"""Rate limits for the log: no kind of line comes more often than a person can use, as clients must not fill a disk.
 
 Any thread may log.
 """

@@ -1,4 +1,4 @@
-"""How much of the machine this process may use: its processors and memory, less where a control group allows less.
+"""The processors and memory that this process may use: the machine's, less where a control group allows less.
 
 Functions over files of the kernel; any thread. Limits are read when they are asked for.
 """

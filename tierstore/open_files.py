@@ -1,4 +1,4 @@
-"""How many files this process may have open: the store raises the soft limit, and cannot raise the hard one.
+"""The limit of open files: the store raises the soft one, and cannot raise the hard one.
 
 Any thread.
 """

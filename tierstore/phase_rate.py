@@ -1,4 +1,4 @@
-"""How fast a phase of a long work goes, and when it will be over. For the thread that reports its progress."""
+"""The rate of a phase of a long work, and when it will be over. For the thread that reports its progress."""
 
 from __future__ import annotations
 

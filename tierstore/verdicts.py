@@ -1,4 +1,4 @@
-"""Whether a version does as well as the one beside it: by the share of requests that failed.
+"""Verdicts on a new version: whether it does as well as the one beside it, by the share of requests that failed.
 
 One rule for a canary of `watch_snapshots`, and for a rollout to several nodes. Values; any thread, one trial at a time.
 """
@@ -46,7 +46,7 @@ def judge(new: Requests, old: Requests) -> Verdict:
 
 
 @dataclass(slots=True)
-class Trial:
+class CanaryTrial:
     """One canary's, from when it was made or the service started."""
 
     canary_before: Requests

@@ -26,12 +26,12 @@ from tierstore.errors import TierstoreError
 from tierstore.kafka.messages import KafkaMessage
 from tierstore.kafka.registry import Registry
 from tierstore.kafka.row_formats import decoder, text_decoder
-from tierstore.kafka.rows import RowReader
-from tierstore.tiers.machines import Machines, Options
-from tierstore.tiers.remote import calls, cluster, lookup
-from tierstore.tiers.remote.layout import slot_of
-from tierstore.tiers.remote.tier import RemoteTable
-from tierstore.tiers.remote.write import Writer
+from tierstore.kafka.row_messages import RowReader
+from tierstore.tiers.cluster import commands, lookup, topology
+from tierstore.tiers.cluster.redis_keys import slot_of
+from tierstore.tiers.cluster.table import ClusterTable
+from tierstore.tiers.cluster.write import Writer
+from tierstore.tiers.connection_pools import ConnectionPools, Options
 from tierstore.tiers.upstream.connections import UpstreamNode
 from tierstore.tiers.upstream.options import NodeAddress
 from tierstore.tiers.upstream.peer import Peer
@@ -69,13 +69,13 @@ def _answered(questions: dict[str, Callable[[], object]], set_answer: Callable[[
 @contextmanager
 def _nodes() -> Iterator[Run]:
     """What peers and nodes upstream answer."""
-    answers, machines = [b""], Machines[Any, Any](OPTIONS, "the fuzzer")
-    with RawServer(lambda _: answers[0], is_whole_http) as server, closing(machines):
-        node = UpstreamNode(NodeAddress("127.0.0.1", server.port), machines, None, None)
+    answers, pools = [b""], ConnectionPools[Any, Any](OPTIONS, "the fuzzer")
+    with RawServer(lambda _: answers[0], is_whole_http) as server, closing(pools):
+        node = UpstreamNode(NodeAddress("127.0.0.1", server.port), pools, None, None)
         peer, reported = Peer(node), ReportedModel(1, (0, 9), {1: VersionState("a", 9)}, np.ones(1, np.bool_))
         watch: Any = SimpleNamespace(node=node, problem=None, state=lambda _: reported, wake=lambda: None)
         source = OwnerSource(lambda: Ownership(np.ones((1, 1), np.bool_), "a"), lambda _: None, lambda: 9)
-        table = UpstreamTable(Nodes([node], machines), "ctr", 1, "item", ROW_BYTES, source)
+        table = UpstreamTable(Nodes([node], pools), "ctr", 1, "item", ROW_BYTES, source)
 
         def deltas() -> int:
             found = peer.deltas("ctr", 1, 4, 1 << 20)
@@ -111,7 +111,7 @@ def _nodes() -> Iterator[Run]:
 
         def set_answer(answer: bytes) -> None:
             answers[0] = answer
-            machines.forget(node.address)
+            pools.forget(node.address)
 
         yield _answered(
             {
@@ -158,11 +158,11 @@ def _redis() -> Iterator[Run]:
     """What servers of a cluster answer to look-ups, to writes, and to questions about slots and models. PORT is the server's own."""
     with ExitStack() as stack:
         server = stack.enter_context(RawRedis(closes=True))
-        for module, name in ((lookup, "_PAUSE_S"), (calls, "_PAUSE_S"), (cluster, "_REFRESH_EVERY_S")):
+        for module, name in ((lookup, "_PAUSE_S"), (commands, "_PAUSE_S"), (topology, "_REFRESH_EVERY_S")):
             stack.enter_context(mock.patch.object(module, name, 0.0))
-        connected = cluster.connect(f"redis://127.0.0.1:{server.port}", QUICK)
+        connected = topology.connect(f"redis://127.0.0.1:{server.port}", QUICK)
         stack.callback(connected.close)
-        topology = connected.topology
+        slots_before = connected.topology
 
         def parse(*_: object) -> object:
             """What redis-py makes of the answer."""
@@ -180,14 +180,14 @@ def _redis() -> Iterator[Run]:
 
         def slots() -> bool:
             server.slots = server.answer
-            made = cluster.connect(f"redis://127.0.0.1:{server.port}", QUICK)
+            made = topology.connect(f"redis://127.0.0.1:{server.port}", QUICK)
             made.close()
             if not all(0 <= slot < 16384 for slot in made.topology):
                 raise Failure("a slot that there is not")
             return len(made.topology) > 0
 
         def rows() -> str:
-            table = RemoteTable(connected, "ctr", 1, "item", [b"0"], ROW_BYTES)
+            table = ClusterTable(connected, "ctr", 1, "item", [b"0"], ROW_BYTES)
             found, state = np.zeros((len(KEYS), ROW_BYTES), np.uint8), np.zeros(len(KEYS), np.uint8)
             marks = table.fetch(KEYS, found, state, deadline_s=time.monotonic() + 0.3)
             return f"{(state == 0).sum()} pending, {marks.highest < 0}"
@@ -199,8 +199,8 @@ def _redis() -> Iterator[Run]:
         def set_answer(answer: bytes) -> None:
             server.answer, server.slots = answer.replace(b"PORT", b"%d" % server.port), None
             for address in connected.masters():
-                connected.machines.forget(address)
-            connected._topology = topology  # not what the answer before has said of it
+                connected.pools.forget(address)
+            connected._topology = slots_before  # not what the answer before has said of it
 
         connected._client = mock.Mock(execute_command=parse)
         shared = SharedModel(connected, "ctr")
@@ -208,7 +208,9 @@ def _redis() -> Iterator[Run]:
             {
                 "slots": slots,
                 "rows": rows,
-                "call": lambda: calls.call(connected, slot_of(b"0"), [calls.command(b"HLEN", b"x")], timeout_s=0.02),
+                "call": lambda: commands.call(
+                    connected, slot_of(b"0"), [commands.command(b"HLEN", b"x")], timeout_s=0.02
+                ),
                 "states": states,
                 "pointer": lambda: shared.pointer().current is None,
                 "versions": lambda: len(shared.versions()),

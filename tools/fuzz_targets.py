@@ -32,9 +32,9 @@ from tierstore.formats.delta.reader import read_delta
 from tierstore.formats.onnx_file import read_dense
 from tierstore.formats.snapshot.built import open_source
 from tierstore.formats.snapshot.reader import open_snapshot
-from tierstore.formats.snapshot.requests import read_request
-from tierstore.kafka.messages import KafkaMessage, check_digest, head_of, read_checked
-from tierstore.kafka.window import Window
+from tierstore.formats.snapshot.recorded_requests import read_request
+from tierstore.kafka.messages import KafkaMessage, check_digest, headers_of, read_checked
+from tierstore.kafka.reorder_window import ReorderWindow
 from tierstore.service.server import ServerThread
 from tools import fuzz_answers
 from tools.fuzz_answers import Failure, Run
@@ -117,10 +117,10 @@ def _tokens(path: Path) -> str:
 
 def _kafka(data: bytes) -> str:
     """A line of JSON, the headers of each message as [[name, value], …] and its length, and then their contents."""
-    window, outcomes = Window(1 << 20), []
+    window, outcomes = ReorderWindow(1 << 20), []
     for message in _messages(data):
         try:
-            held = window.add(message, head_of(message))
+            held = window.add(message, headers_of(message))
             if held is not None and held.complete:
                 content = held.data()
                 check_digest(content, held.digest)

@@ -7,12 +7,12 @@ from contextlib import contextmanager
 
 import pytest
 
-from tierstore.predict import trials
+from tierstore.predict import sandbox
 
 
 @contextmanager
 def in_process() -> Iterator[None]:
     """Within the block graphs are not tried in a process of their own. Rows of a few MB are loaded in this one in any case."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trials, "try_graph", lambda *_: None)
+        patch.setattr(sandbox, "try_graph", lambda *_: None)
         yield

@@ -23,7 +23,7 @@ from tests.counts import few_or_many
 from tests.engine import scenes
 from tests.engine.test_store import folded
 from tests.formats.disks import FailingDisk
-from tierstore.engine.lifecycle.housekeeping import TIDYING
+from tierstore.engine.lifecycle.housekeeping import COMPACTING
 from tierstore.engine.model import Model
 from tierstore.errors import Corruption, StorageError, TierstoreError
 from tierstore.formats import files
@@ -172,7 +172,7 @@ def test_whichever_file_operation_fails_nothing_changes_and_a_second_try_works(t
         if disk.operations <= fail_at:
             break
         problem = scene.store.model("ctr").problem  # of background work that met the failure, which tries again in 30 s
-        assert problem is None or problem.startswith(TIDYING)
+        assert problem is None or problem.startswith(COMPACTING)
     else:
         pytest.fail("never came to an end")
     assert fail_at >= 1

@@ -18,7 +18,7 @@ import tierstore
 from tests.collisions import digest, family
 from tests.engine import scenes
 from tests.engine.test_store import folded
-from tierstore.engine.operations.sample import sample
+from tierstore.engine.operations.sampled_digests import sampled_digests
 from tierstore.errors import ConfigError, LoadCancelled, SnapshotError, StorageError, WrongPartition
 from tierstore.formats.keys import partition_of
 from tierstore.types import Partitions, Progress
@@ -198,9 +198,9 @@ def test_bags_and_warm_rows_and_what_is_exported(open_nodes: Open, built: Path, 
             ctr.lookup_bags("bag", np.append(mine[:50], other), [0, 10])
         hot = np.load(node.root.model("ctr").version(7).warmup("item"))
         np.testing.assert_array_equal(hot, np.arange(500)[partitions_of(np.arange(500)) // 16 == number])
-        picked = sample(ctr, None, None, 200)["tables"]["item"]
+        picked = sampled_digests(ctr, None, None, 200)["tables"]["item"]
         assert picked["found"]
-        assert sample(one, None, {"item": picked["keys"]}, 0)["tables"]["item"] == picked
+        assert sampled_digests(one, None, {"item": picked["keys"]}, 0)["tables"]["item"] == picked
     integers = tmp_path / "integers"
     with tierstore.SnapshotWriter(integers, model="int", version=1) as writer:
         keys = np.arange(5000)

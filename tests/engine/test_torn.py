@@ -18,7 +18,7 @@ from tests.engine import scenes
 from tests.engine.serving.test_undo import assert_equal, content, delta, undone
 from tierstore.engine.deltas import apply, log
 from tierstore.engine.lifecycle import routes
-from tierstore.engine.serving import live, publisher, record
+from tierstore.engine.serving import live, publisher, state_file
 from tierstore.errors import Conflict
 
 pytestmark = pytest.mark.usefixtures("quick_loads")
@@ -182,7 +182,7 @@ def test_a_switch_that_was_cut_off_was_done_or_never_begun(tmp_path, open_store,
     step = 3 if verb == "rollback to a delta" else 1  # which builds the version again each time
     for n in range(0, 300, step):
         try:
-            with Before(n, routes, record, live) as cut:
+            with Before(n, routes, state_file, live) as cut:
                 switch()
         except CutOff:
             pass

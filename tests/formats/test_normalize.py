@@ -22,7 +22,7 @@ from tierstore.formats.delta.writer import DeltaWriter
 from tierstore.formats.normalize import vector_rows
 from tierstore.formats.snapshot.reader import open_snapshot
 from tierstore.formats.snapshot.writer import SnapshotWriter
-from tierstore.formats.times import as_moment
+from tierstore.formats.times import as_utc
 
 ROWS = np.array([[1, 2, 3], [4, 5, 6]], np.float32)
 
@@ -148,7 +148,7 @@ NOON = datetime(2026, 11, 20, 12, tzinfo=UTC)
     ],
 )
 def test_a_moment_is_taken_in_every_form_that_says_which_it_is(given: Any) -> None:
-    assert as_moment(given) == NOON
+    assert as_utc(given) == NOON
     delta = DeltaWriter(io.BytesIO(), model="ctr", seq=1, event_time=given)
     assert read_delta(delta.to_bytes()).event_time == NOON
 

@@ -19,7 +19,7 @@ from tierstore.formats import files
 from tierstore.formats.delta.reader import read_delta
 from tierstore.formats.regular import MAX_DOCUMENT_BYTES
 from tierstore.formats.snapshot.built import open_source
-from tierstore.formats.snapshot.requests import read_request
+from tierstore.formats.snapshot.recorded_requests import read_request
 
 
 def pipe(path: Path) -> None:

@@ -22,7 +22,7 @@ from tierstore.engine.store import Store
 from tierstore.errors import Conflict, Corruption, InvalidInput, Locked, SnapshotError, WrongPartition
 from tierstore.formats.keys import partition_of
 from tierstore.formats.snapshot.built import open_source
-from tierstore.ingest import finished_files, plan, tasks
+from tierstore.ingest import finished_files, load_plan, tasks
 from tierstore.types import Progress
 
 GOLDEN = Path(__file__).parents[2] / "schema/golden"
@@ -31,8 +31,8 @@ ROWS = 60_000
 
 @pytest.fixture(autouse=True)
 def _many_small_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "_FILE_BYTES", 1 << 20)
-    monkeypatch.setattr(plan, "MIN_RANGE_BYTES", 1 << 20)
+    monkeypatch.setattr(load_plan, "_FILE_BYTES", 1 << 20)
+    monkeypatch.setattr(load_plan, "MIN_RANGE_BYTES", 1 << 20)
 
 
 def vectors(keys: np.ndarray) -> np.ndarray:
@@ -57,8 +57,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def built(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("built") / "out"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan, "_FILE_BYTES", 1 << 20)
-        patch.setattr(plan, "MIN_RANGE_BYTES", 1 << 20)
+        patch.setattr(load_plan, "_FILE_BYTES", 1 << 20)
+        patch.setattr(load_plan, "MIN_RANGE_BYTES", 1 << 20)
         assert tierstore.build_snapshot(root, out, load_workers=2) == 7
     return out
 
@@ -224,8 +224,8 @@ def test_a_directory_that_holds_something_is_refused(root: Path, built: Path, tm
 PROGRAM = """
 import os, signal, sys
 import tierstore
-from tierstore.ingest import build, plan
-plan._FILE_BYTES = plan.MIN_RANGE_BYTES = 1 << 20
+from tierstore.ingest import build, load_plan
+load_plan._FILE_BYTES = load_plan.MIN_RANGE_BYTES = 1 << 20
 root, out, when = sys.argv[1:]
 
 def die(*_):

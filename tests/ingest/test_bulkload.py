@@ -26,7 +26,7 @@ from tierstore.formats.keys import as_codes
 from tierstore.formats.names import JOURNAL
 from tierstore.formats.snapshot.reader import open_snapshot
 from tierstore.formats.snapshot.writer import SnapshotWriter
-from tierstore.ingest import bulkload, plan
+from tierstore.ingest import bulkload, load_plan
 from tierstore.ingest.bulkload import BulkLoad
 from tierstore.ingest.helpers import NICENESS, Helpers
 from tierstore.ingest.results import BaseBuild
@@ -131,8 +131,8 @@ def test_every_row_comes_out_once_in_files_that_overlap_nowhere(
     workers: int,
     shards: int,
 ) -> None:
-    monkeypatch.setattr(plan, "_FILE_BYTES", 3 << 20)
-    monkeypatch.setattr(plan, "MAX_FAN_IN", 2)
+    monkeypatch.setattr(load_plan, "_FILE_BYTES", 3 << 20)
+    monkeypatch.setattr(load_plan, "MAX_FAN_IN", 2)
     rng = np.random.default_rng(rows + workers)
     limits = np.iinfo(np.int64)
     keys = np.unique(np.concatenate([rng.integers(limits.min, limits.max, rows), [limits.min, -1, 0, limits.max]]))

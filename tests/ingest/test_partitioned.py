@@ -22,7 +22,7 @@ import tierstore
 from tests.collisions import family
 from tierstore.errors import Conflict, InvalidInput, SnapshotError, StorageError, WrongPartition
 from tierstore.formats import files
-from tierstore.ingest import plan
+from tierstore.ingest import load_plan
 from tierstore.types import Partitions
 
 ROWS, PARTS = 20_000, 4
@@ -97,8 +97,8 @@ def build(tmp_path: Path) -> tierstore.PartitionedBuild:
 def test_what_tasks_have_built_serves_what_they_were_given(
     build: tierstore.PartitionedBuild, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan, "_FILE_BYTES", 64 << 10)  # several files a partition
-    monkeypatch.setattr(plan, "MIN_RANGE_BYTES", 64 << 10)
+    monkeypatch.setattr(load_plan, "_FILE_BYTES", 64 << 10)  # several files a partition
+    monkeypatch.setattr(load_plan, "MIN_RANGE_BYTES", 64 << 10)
     (tmp_path / "scratch").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "scratch"))
     sent = pickle.loads(pickle.dumps(build))

@@ -21,7 +21,7 @@ from tierstore.errors import LoadCancelled, SnapshotError, StorageError
 from tierstore.formats.names import JOURNAL
 from tierstore.formats.snapshot.reader import open_snapshot
 from tierstore.formats.snapshot.writer import SnapshotWriter
-from tierstore.ingest import plan
+from tierstore.ingest import load_plan
 from tierstore.ingest.bulkload import BulkLoad
 from tierstore.ingest.journal import Journal
 from tierstore.ingest.results import BaseBuild
@@ -35,11 +35,11 @@ PROGRAM = """
 import os, signal, sys
 from pathlib import Path
 from tierstore.formats.snapshot.reader import open_snapshot
-from tierstore.ingest import bulkload, helpers, plan
+from tierstore.ingest import bulkload, helpers, load_plan
 
 helpers._lower_priority = lambda _: None  # else they would wait for the tests of other processes
 root, out, base, phase, count, fan_in = sys.argv[1:]
-plan._FILE_BYTES, plan.MIN_RANGE_BYTES, plan.MAX_FAN_IN = 1 << 20, 1 << 20, int(fan_in)
+load_plan._FILE_BYTES, load_plan.MIN_RANGE_BYTES, load_plan.MAX_FAN_IN = 1 << 20, 1 << 20, int(fan_in)
 kinds = {"runs": "read", "run": "join", "rows": "write"}
 seen = 0
 
@@ -76,8 +76,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _many_small_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "_FILE_BYTES", 1 << 20)
-    monkeypatch.setattr(plan, "MIN_RANGE_BYTES", 1 << 20)
+    monkeypatch.setattr(load_plan, "_FILE_BYTES", 1 << 20)
+    monkeypatch.setattr(load_plan, "MIN_RANGE_BYTES", 1 << 20)
 
 
 def load(root: Path, out: Path, base: Any = "sealed", **options: Any) -> BaseBuild:
@@ -176,7 +176,7 @@ def test_a_load_that_is_killed_in_any_phase_goes_on_from_what_it_had_finished(
     base: str,
     fan_in: int,
 ) -> None:
-    monkeypatch.setattr(plan, "MAX_FAN_IN", fan_in)
+    monkeypatch.setattr(load_plan, "MAX_FAN_IN", fan_in)
     out = tmp_path / "build"
     killed(root, out, phase, count, base=base, fan_in=fan_in)
     before = finished(out)

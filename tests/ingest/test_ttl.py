@@ -142,12 +142,12 @@ def test_a_journal_of_another_load_lends_no_time(tmp_path: Path, at: Any) -> Non
 
 
 def test_runs_that_are_joined_and_merged_in_small_steps_keep_times(tmp_path: Path, at: Any, monkeypatch: Any) -> None:
-    from tierstore.ingest import plan
+    from tierstore.ingest import load_plan
 
     at(NOW)
-    monkeypatch.setattr(plan, "MAX_FAN_IN", 2)
-    monkeypatch.setattr(plan, "_FILE_BYTES", 1 << 16)
-    monkeypatch.setattr(plan, "_LEAST_SHARE", 1 << 17)
+    monkeypatch.setattr(load_plan, "MAX_FAN_IN", 2)
+    monkeypatch.setattr(load_plan, "_FILE_BYTES", 1 << 16)
+    monkeypatch.setattr(load_plan, "_LEAST_SHARE", 1 << 17)
     write(tmp_path / "s", NOW)
     monkeypatch.setitem(SETTINGS, "memory_bytes", 1 << 17)
     _, times, rows = loaded(tmp_path / "s", tmp_path / "out")

@@ -16,7 +16,7 @@ import pytest
 from tierstore.errors import DeltaError
 from tierstore.kafka.messages import KafkaMessage
 from tierstore.kafka.row_formats import avro_decoder, json_decoder
-from tierstore.kafka.rows import RowReader
+from tierstore.kafka.row_messages import RowReader
 
 NAMES = {"key": "item_id", "vector": "embedding"}
 ROW = {"item_id": 17, "embedding": [1.5, -2.0]}

@@ -33,7 +33,7 @@ from tierstore.kafka.row_formats import (
     registry_of,
     text_decoder,
 )  # fmt: skip
-from tierstore.kafka.rows import Row, RowReader, event_ms, fit, make_delta
+from tierstore.kafka.row_messages import Row, RowReader, event_ms, fit, make_delta
 from tierstore.types import KeyType, StorageDtype, TableSpec
 
 fastavro = pytest.importorskip("fastavro", reason="the extra `kafka` is not installed")

@@ -100,7 +100,7 @@ class View:
     """What plans and words take of a view; it is its own `holder`."""
 
     version, seq = 1, 7
-    predictor = unserved = None
+    session = unserved = None
     dense_elsewhere = False
     colliding: ClassVar[dict[str, Any]] = {}
 

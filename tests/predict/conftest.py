@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tierstore.config import load_settings
-from tierstore.predict import trials
+from tierstore.predict import sandbox
 from tierstore.predict.runtime import Runtime
 from tierstore.predict.session import DenseCounts, DenseSession
 from tierstore.types import Combiner, FeatureSpec, KeyType, StorageDtype, TableSpec
@@ -29,7 +29,7 @@ FEATURES = {
 @pytest.fixture
 def untried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs are not tried in a process of their own."""
-    monkeypatch.setattr(trials, "try_graph", lambda *_: None)
+    monkeypatch.setattr(sandbox, "try_graph", lambda *_: None)
 
 
 @pytest.fixture

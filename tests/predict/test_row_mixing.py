@@ -1,4 +1,4 @@
-"""What a trial of a graph shows before it serves: rows that change each other, shapes, inputs that an exporter renamed."""
+"""What the warm-up of a graph shows before it serves: rows that change each other, shapes, inputs that an exporter renamed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_one_that_scores_row_by_row_is_not_taken_for_it(load: Load) -> None:
     assert not mixes_rows(load(om.linear({"item_id": np.ones(8), "user_id": np.arange(4.0), "hour": [1.0]})))
 
 
-def test_metadata_have_the_shape_that_the_trial_answered(load: Load) -> None:
+def test_metadata_have_the_shape_that_the_warm_up_answered(load: Load) -> None:
     nodes = [om.node("MatMul", "item_id w", "score")]
     graph = om.build(nodes, {"item_id": (om.FLOAT, ["n", 8])}, {"score": (om.FLOAT, ["n"])}, {"w": np.ones((8, 1), np.float32)})  # fmt: skip
     session = load(graph)

@@ -54,7 +54,7 @@ def _codes(table: str) -> dict[int, np.ndarray]:
 class FakeView:
     """A view of the one version."""
 
-    predictor = None
+    session = None
     unserved = "install tierstore[dense]"
     version = VERSION
     seq = 0

@@ -23,7 +23,7 @@ from tierstore.engine.store import Store
 from tierstore.errors import ConfigError
 from tierstore.service import openssl
 from tierstore.service.http.listener import handshake
-from tierstore.service.openssl import Context, Session
+from tierstore.service.openssl import Context, TlsSession
 from tierstore.service.server import ServerThread
 
 
@@ -96,7 +96,7 @@ def test_what_is_no_tls_is_an_error_and_not_the_end_of_the_service(context: Cont
 def test_a_session_that_was_given_on_is_not_freed_twice(context: Context) -> None:
     ours, theirs = _ends()
     first = context.session(ours.fileno())
-    second = Session(first.detach())
+    second = TlsSession(first.detach())
     first.close()
     second.close()
     ours.close()

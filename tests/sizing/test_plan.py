@@ -13,7 +13,7 @@ from tierstore.errors import InvalidInput
 from tierstore.formats.files import tree_bytes
 from tierstore.sizing.plan import HOST_ROW_BYTES, Load, Machine, SizingPlan, bytes_of, node_of, plan
 from tierstore.sizing.reuse import ADS, Classes, Measured, Zipf, hit_rate, read_classes
-from tierstore.tiers.host.layout import Layout
+from tierstore.tiers.host.table_layout import Layout
 from tierstore.types import KeyType, StorageDtype, TableSpec
 
 GIB = 1 << 30

@@ -1,9 +1,10 @@
-"""One name, one thing: what is read by its bare name is defined in one module."""
+"""One name, one thing: what is read by its bare name is defined in one module, and few modules share a name."""
 
 from __future__ import annotations
 
 import ast
 from collections import defaultdict
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
@@ -22,6 +23,26 @@ ONE_OF_EACH = {
 # options of look-ups in process, and of those over the network
 TWINS = {"LookupOptions"}
 ALLOWED = NEEDED | ONE_OF_EACH | TWINS
+# Two modules may share a name: they are two sides of one thing (its settings, its compiled part, its twin over another
+# protocol). More may where the package before the name says all that differs.
+SHARED_MODULES = {
+    "application": "an ASGI application: the whole service, the base of the data plane's, the admin interface",
+    "calls": "gRPC calls: on the wire, in a reactor, in Python",
+    "connections": "connections to, or of, what the package is about",
+    "golden": "golden examples, on each floor that has a part in them",
+    "layout": "how what the package is about lies in memory",
+    "lookup": "look-ups in what the package is: a view, a tier, a cache",
+    "memory": "the memory of what the package is about",
+    "messages": "messages of the package's transport",
+    "model": "a model as the package has it; in `triton` the backend wants this name",
+    "parked": "parked messages: their files, what a person does with them, and the same over HTTP",
+    "placement": "the protocol, and the one placement of its package",
+    "predict": "predictions: a view's, and scanners of requests for them by encoding",
+    "reader": "the reader of what the package is about",
+    "rows": "rows of an open version: the protocol, and those of a placement; rows as Feast has them",
+    "table": "one table of one version, in the package's tier",
+    "writer": "the writer of what the package is about",
+}
 
 
 def module_of(path: Path, root: Path) -> str:
@@ -29,8 +50,12 @@ def module_of(path: Path, root: Path) -> str:
     return name.removesuffix(".__init__")
 
 
+def paths() -> dict[str, Path]:
+    return {module_of(path, ROOT): path for path in sorted((ROOT / "tierstore").rglob("*.py"))}
+
+
 def trees() -> dict[str, ast.Module]:
-    return {module_of(path, ROOT): tree_of(path) for path in sorted((ROOT / "tierstore").rglob("*.py"))}
+    return {module: tree_of(path) for module, path in paths().items()}
 
 
 @cache
@@ -68,6 +93,27 @@ def test_no_public_name_has_two_meanings() -> None:
 
 def test_what_is_allowed_is_there() -> None:
     assert ALLOWED - twice_here().keys() == set()
+
+
+def shared_modules(modules: Iterable[str]) -> dict[str, list[str]]:
+    """Last names of modules that three or more modules have. Commands are named as what they are about."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for module in modules:
+        if not module.startswith("tierstore.cli."):
+            found[module.rpartition(".")[2]].append(module)
+    return {name: places for name, places in sorted(found.items()) if len(places) > 2}
+
+
+def test_few_modules_share_a_name() -> None:
+    """Name the new one for what it is; or say above why its package's name is enough. A name that is shared no more goes."""
+    names = [name for name, path in paths().items() if path.name != "__init__.py"]
+    assert {name: places for name, places in shared_modules(names).items() if name not in SHARED_MODULES} == {}
+    assert SHARED_MODULES.keys() - shared_modules(names).keys() == set()
+
+
+def test_the_rule_of_module_names() -> None:
+    modules = [*(f"tierstore.{room}.sources" for room in "abc"), "tierstore.a.plan", "tierstore.b.plan"]
+    assert shared_modules([*modules, "tierstore.cli.plan"]) == {"sources": modules[:3]}
 
 
 def test_the_rule_of_names() -> None:

@@ -12,7 +12,7 @@ from typing import Literal, get_args
 import pytest
 
 from tests.structure.trees import tree_of
-from tierstore.engine.placement import Act, ModelPlacement, Refusals
+from tierstore.engine.placement import Act, ModelVerbs, Refusals
 from tierstore.engine.placements import refusals
 from tierstore.errors import InvalidInput
 
@@ -108,7 +108,7 @@ def said_of_acts() -> set[str]:
 
 
 def test_every_act_of_the_table_is_asked_about() -> None:
-    table, verbs = refusals.TABLE, {of.name for of in fields(ModelPlacement)}
+    table, verbs = refusals.TABLE, {of.name for of in fields(ModelVerbs)}
     assert set(table) == set(get_args(Act))
     tasks = {"drop_surplus", "catch_up", "check_files"}  # of `lifecycle/tasks.py`, by name
     assert set(table) - verbs - tasks <= said_of_acts()
@@ -126,7 +126,7 @@ def test_every_refusal_has_a_text_for_a_person(name: Literal["cluster", "upstrea
 
 def test_a_front_has_no_verb_and_this_machine_has_all() -> None:
     front = Refusals(refusals.refusals_of("upstream"), nodes="http://a:1").verbs("ctr")
-    assert set(front) == {of.name for of in fields(ModelPlacement)} - {"leads"}
+    assert set(front) == {of.name for of in fields(ModelVerbs)} - {"leads"}
     with pytest.raises(InvalidInput, match=r"a switch is for the nodes .*rollout SNAPSHOT --nodes http://a:1"):
         front["activate"](3, force=False)
     assert set(Refusals(refusals.refusals_of("cluster")).verbs("ctr")) == {"label", "unlabel"}

@@ -90,7 +90,9 @@ def riddles(tree: ast.Module) -> list[str]:
     """First words of docstrings that only somebody understands who has read what is around them."""
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     docstrings = [ast.get_docstring(node) or "" for node in ast.walk(tree) if isinstance(node, documented)]
-    return [docstring for docstring in docstrings if re.match(r"(Those|That|Of|Both in one|Its|Their)\b", docstring)]
+    found = [docstring for docstring in docstrings if re.match(r"(Those|That|Of|Both in one|Its|Their)\b", docstring)]
+    module = ast.get_docstring(tree) or ""  # a question is what its reader comes with
+    return found + ([module] if re.match(r"(What|How|Whether|Which|Where|When|Why|Who)\b", module) else [])
 
 
 def test_a_docstring_begins_with_what_the_thing_is() -> None:
@@ -104,6 +106,11 @@ def test_a_docstring_begins_with_what_the_thing_is() -> None:
 )
 def test_the_rule_of_docstrings(first: str, found: bool) -> None:
     assert bool(riddles(ast.parse(f'def f():\n    """{first}"""\n'))) is found
+
+
+def test_the_rule_of_first_lines_of_modules() -> None:
+    assert riddles(ast.parse('"""What begins anew in a forked child."""'))
+    assert not riddles(ast.parse('"""Resets objects in a forked child."""\ndef f():\n    """Whether it is one."""'))
 
 
 def test_only_those_who_speak_to_a_person_print() -> None:

@@ -25,11 +25,11 @@ from tierstore.kernels.hashing import mix_all
 from tierstore.kernels.pool import pool_bags
 from tierstore.tiers.device import driver_calls, reports, round_trip
 from tierstore.tiers.device.backend import Captured, DeviceError, OutOfDeviceMemory
+from tierstore.tiers.device.host_registration import NOT_YET
 from tierstore.tiers.device.later import Finisher
 from tierstore.tiers.device.lookup import PADDING, LookUp, PendingLookup, Pooling, from_device, to_device
-from tierstore.tiers.device.window import NOT_YET
 from tierstore.tiers.device.workspaces import ANSWERING, DeviceMemory
-from tierstore.tiers.host.sample import ALL, NOTHING, AccessSample
+from tierstore.tiers.host.access_sample import ALL, NOTHING, AccessSample
 from tierstore.tiers.host.table import HostTable
 from tierstore.types import Combiner, GpuArray, Keys, KeyType, States, StorageDtype, TableSpec, Tier, Vectors
 from tools.soak_device import Soak

@@ -245,7 +245,7 @@ def test_a_scan_of_what_was_opened_for_reading_goes_on_while_a_change_opens_it_f
     begun = [next(scan)]
     before = set(tier.path.glob("*.sst"))
     ingest(tier, keys[:, 7], some_rows(keys[:, 7], salt=1))
-    tier.compact()
+    tier.compact_range()
     assert len(before & set(tier.path.glob("*.sst"))) < files - 16  # they are gone
     seen, rows = map(np.concatenate, zip(*begun, *scan, strict=True))
     np.testing.assert_array_equal(seen, keys.ravel())
@@ -396,7 +396,7 @@ def test_thousands_of_small_ingests_stay_bounded_and_right(tier: DiskTier, reade
         np.testing.assert_array_equal(state == Tier.DISK, live)
         np.testing.assert_array_equal(np.ascontiguousarray(rows[live][:, 8:]).view(np.int32).ravel(), salts[live])
         assert tier.watermark() == times
-        tier.compact()
+        tier.compact_range()
         assert tier.stats()["l0_files"] == 0
         tier = reopen(tier, readers)
     tier.close()
@@ -475,7 +475,13 @@ def test_closing_under_a_scan_ends_it_and_gives_the_lock_back(tier: DiskTier, re
     again = reopen(tier, readers)  # while the old scan is still there
     with pytest.raises(Closed):
         next(scan)
-    for call in (tier.stats, tier.watermark, tier.compact, tier.bytes_on_disk, lambda: tier.verify({1: ROW_BYTES})):
+    for call in (
+        tier.stats,
+        tier.watermark,
+        tier.compact_range,
+        tier.bytes_on_disk,
+        lambda: tier.verify({1: ROW_BYTES}),
+    ):
         with pytest.raises(Closed):
             call()
     again.close()
@@ -603,12 +609,12 @@ class DiskAgainstDict(RuleBasedStateMachine):
         self.tier = reopen(self.tier, self.readers)
 
     @rule()
-    def compact(self) -> None:
-        self.tier.compact()
+    def compact_range(self) -> None:
+        self.tier.compact_range()
 
     @rule()
-    def tidy(self) -> None:
-        self.tier.tidy(self.directory / "tidy.sst", {}, dict.fromkeys(self.model, ROW_BYTES), lambda: False)
+    def compact(self) -> None:
+        self.tier.compact(self.directory / "compact.sst", {}, dict.fromkeys(self.model, ROW_BYTES), lambda: False)
 
     @invariant()
     def reads_as_the_model(self) -> None:

@@ -56,8 +56,8 @@ def change(tier: DiskTier, twin: Twin, seq: int, keys: Any, deleted: Any = ()) -
     twin |= {int(key): None if of else seq for key, of in zip(keys, gone, strict=True)}
 
 
-def tidy(tier: SealedTier, give_up: Callable[[], bool] = never) -> None:
-    tier.tidy(tier.path.parent / "tidy.sst", {"watermark": tier.record("watermark") or b"0"}, TABLES, give_up)
+def compact(tier: SealedTier, give_up: Callable[[], bool] = never) -> None:
+    tier.compact(tier.path.parent / "compact.sst", {"watermark": tier.record("watermark") or b"0"}, TABLES, give_up)
 
 
 def check(tier: SealedTier, twin: Twin) -> None:
@@ -98,9 +98,9 @@ def changed_much(tier: SealedTier, count: int = 30) -> Twin:
 def test_kernels_read_changed_rows_without_rocksdb(tier: SealedTier, readers: ReaderPool) -> None:
     twin = changed_much(tier)
     check(tier, twin)
-    assert tier.needs_tidying
-    tidy(tier)
-    assert not tier.needs_tidying
+    assert tier.compaction_due
+    compact(tier)
+    assert not tier.compaction_due
     assert tier.stats()["patches"] < 10
     check(tier, twin)
     tier.close()
@@ -117,7 +117,7 @@ def test_a_key_that_is_deleted_and_comes_back_is_the_newest_one(tier: SealedTier
     for seq, gone in ((1, []), (2, [5, 4]), (3, []), (4, [4])):
         change(tier, twin, seq, [4, 5, 6] if seq != 3 else [5], gone)
         check(tier, twin)
-    tidy(tier)
+    compact(tier)
     check(tier, twin)
     assert twin == {4: None, 5: 4, 6: 4}
 
@@ -142,7 +142,7 @@ def test_what_a_reader_holds_is_readable_after_it_was_merged_and_removed(tier: S
     held = tier.read_by(1, ROW_BYTES)
     assert held is not None
     before = {path.name for path in (tier.path / patches.FOLDER).iterdir()}
-    tidy(tier)
+    compact(tier)
     change(tier, twin, 5, [7])
     assert not before & {path.name for path in (tier.path / patches.FOLDER).iterdir()}
     keys = np.arange(200, 210)
@@ -158,7 +158,7 @@ def test_what_a_reader_holds_is_readable_after_it_was_merged_and_removed(tier: S
 def test_a_merge_that_is_given_up_changes_nothing(tier: SealedTier) -> None:
     twin = changed_much(tier, 4)
     names = {path.name for path in (tier.path / patches.FOLDER).iterdir()}
-    tidy(tier, lambda: True)
+    compact(tier, lambda: True)
     assert {path.name for path in (tier.path / patches.FOLDER).iterdir()} == names
     check(tier, twin)
 
@@ -180,12 +180,12 @@ def test_every_operation_of_the_disk_may_fail(tmp_path: Path, readers: ReaderPoo
         with files.use(disk):
             try:
                 change(tier, mine, 4, KEYS[3:90:5], KEYS[3:90:10])
-                tidy(tier)
+                compact(tier)
             except StorageError:
                 assert tier.watermark() in (3, 4)
         check_small(tier, mine)
         change(tier, mine, 5, KEYS[5:50:4])
-        tidy(tier)
+        compact(tier)
         check_small(tier, mine)
         tier.close()
         tier = SealedTier.open(at / "db", block_cache_bytes=CACHE, reader=readers)
@@ -226,10 +226,10 @@ def test_a_change_that_is_interrupted_anywhere_is_done_or_was_never_begun(tier: 
         check_small(tier, twin)
         if interrupt.ended:
             break
-        tidy(tier)  # else there would be ever more lines
+        compact(tier)  # else there would be ever more lines
         n += steps
     assert n > 40
-    tidy(tier)
+    compact(tier)
     check_small(tier, twin)
 
 
@@ -253,9 +253,9 @@ def test_a_patch_that_is_damaged_is_read_from_rocksdb_and_made_again(
         with pytest.raises(Corruption, match=rows.name):
             opened.verify(TABLES)
     check(opened, twin)
-    assert opened.needs_tidying
-    tidy(opened)
-    assert not opened.needs_tidying
+    assert opened.compaction_due
+    compact(opened)
+    assert not opened.compaction_due
     check(opened, twin)
     opened.verify(TABLES)
     changed = np.sort(np.array(list(twin)))
@@ -284,7 +284,7 @@ def test_a_damaged_base_loses_no_key_that_deltas_changed(
     there = np.isin(block, changed)
     assert state[there].tolist() == [Tier.ABSENT] * 3 + [Tier.DISK] * (len(changed) - 3)
     np.testing.assert_array_equal(rows[there][3:], some_rows(changed[3:], 1))
-    assert opened.needs_tidying is patch_too
+    assert opened.compaction_due is patch_too
     opened.close()
 
 
@@ -321,7 +321,7 @@ def test_unflushed_patches_that_lost_their_blocks_answer_nothing_wrong(tier: Sea
             file.write(bytes(4096))
     opened = again(tier, readers)
     check(opened, twin)
-    tidy(opened)
+    compact(opened)
     check(opened, twin)
     opened.close()
 
@@ -333,9 +333,9 @@ def test_rows_that_a_release_without_patches_has_changed_are_not_read_from_them(
     change_without_patches(tier, twin, 4)
     tier.close()
     opened = again(tier, readers)
-    assert opened.needs_tidying
+    assert opened.compaction_due
     check(opened, twin)
-    tidy(opened)
+    compact(opened)
     check(opened, twin)
     opened.close()
 
@@ -352,7 +352,7 @@ def change_without_patches(tier: SealedTier, twin: Twin, seq: int) -> None:
 
 def test_files_that_no_record_names_are_removed_at_the_next_start(tier: SealedTier, readers: ReaderPool) -> None:
     twin = changed_much(tier, 4)
-    tidy(tier)  # merged, and no change has come since
+    compact(tier)  # merged, and no change has come since
     named = {entry["name"] for entry in json.loads(tier.record(patches.RECORD) or b"")["files"]}
     tier.close()
     folder = tier.path / patches.FOLDER
@@ -372,9 +372,9 @@ def test_a_restored_tier_without_its_patches_gets_them_again(tier: SealedTier, r
     opened = again(tier, readers)
     check(opened, twin)
     calls = iter([False, True])
-    tidy(opened, lambda: next(calls, True))  # broken off
+    compact(opened, lambda: next(calls, True))  # broken off
     check(opened, twin)
-    tidy(opened)
+    compact(opened)
     check(opened, twin)
     assert (reads_alone(opened, np.sort(np.array(list(twin)))) != Tier.PENDING).all()
     opened.close()
@@ -393,13 +393,13 @@ def test_patches_are_made_again_however_often_that_has_to_stop_for_deltas(
     left, seq = list(range(20)), 100
     while not opened._patches.is_whole:
         left.pop()
-        tidy(opened, lambda: True)
+        compact(opened, lambda: True)
         seq += 1
         change(opened, twin, seq, [seq, *list(twin)[:: seq % 7 + 2]], [seq - 1, *list(twin)[:40:3]])
         check(opened, twin)
     assert len(left) < 18, "it took some tries"
     assert (reads_alone(opened, np.sort(np.array(list(twin)))) != Tier.PENDING).all()
-    tidy(opened)
+    compact(opened)
     opened.close()
     opened = again(opened, readers)
     check(opened, twin)
@@ -413,7 +413,7 @@ def test_a_merge_holds_no_more_of_its_keys_than_a_piece(tier: SealedTier, monkey
     for seq in range(1, 5):
         change(tier, twin, seq, np.arange(each) * 4 + seq)
     tracemalloc.start()
-    tidy(tier)
+    compact(tier)
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert tier.stats()["patches"] == 1

@@ -514,7 +514,7 @@ def failed(tier: SealedTier) -> SealedTier:
     for salt in (1, 2):
         change(tier, KEYS, salt)
     with small_files_only(100_000), pytest.raises(StorageError):
-        tier.compact()
+        tier.compact_range()
     with pytest.raises(StorageError):
         tier.check_background()
     return tier
@@ -528,7 +528,7 @@ def test_a_tier_that_takes_nothing_any_more_is_as_good_as_new_once_it_was_opened
     try:
         reopened.check_background()
         change(reopened, KEYS[:10], 3)
-        reopened.compact()
+        reopened.compact_range()
         rows, states = get(reopened, 1, KEYS[:20])
         np.testing.assert_array_equal(states, np.full(20, Tier.DISK))
         np.testing.assert_array_equal(rows[:10], some_rows(KEYS[:10], 3))

@@ -14,7 +14,7 @@ import pytest
 import xxhash
 
 from tierstore.errors import Corruption, RemoteUnavailable, TierstoreError
-from tierstore.tiers.machines import Machines, Options
+from tierstore.tiers.connection_pools import ConnectionPools, Options
 from tierstore.tiers.upstream import reads as kernel
 from tierstore.tiers.upstream import wire
 from tierstore.tiers.upstream.connections import UpstreamNode
@@ -31,8 +31,8 @@ class Node:
     def __init__(self) -> None:
         self.answer = b""
         self.server = RawServer(lambda _: self.answer, is_whole_http)
-        machines: Machines[Any, Any] = Machines(Options(), "the test")
-        self.node = UpstreamNode(NodeAddress("127.0.0.1", self.server.port), machines, None, None)
+        pools: ConnectionPools[Any, Any] = ConnectionPools(Options(), "the test")
+        self.node = UpstreamNode(NodeAddress("127.0.0.1", self.server.port), pools, None, None)
         self.peer = Peer(self.node)
 
 

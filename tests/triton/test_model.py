@@ -27,8 +27,8 @@ from tierstore.engine.lifecycle import directory_lock
 from tierstore.errors import ConfigError, Locked, NotFound, NotReady
 from tierstore.service.server import ServerThread
 from tierstore.tiers.device import gpu
-from tierstore.triton import TritonPythonModel, sources
-from tierstore.triton.sources import Remote
+from tierstore.triton import TritonPythonModel, answerers
+from tierstore.triton.answerers import RemoteService
 
 Start = Callable[..., TritonPythonModel]
 
@@ -178,7 +178,7 @@ def test_an_instance_on_a_gpu_answers_with_the_memory_in_which_rows_were_left(
             for name in ("item_id", "clicked"):
                 at = answer.addresses[name]
                 assert any(array.ctypes.data <= at < array.ctypes.data + array.nbytes for array in made)
-        model._source._source._store.shared.devices.promoter.drain()
+        model._answerer._answerer._store.shared.devices.promoter.drain()
 
 
 def test_a_bad_request_fails_alone_with_its_reason(prepared: Path, start: Start) -> None:
@@ -203,9 +203,11 @@ def test_requests_of_one_form_are_one_look_up_and_get_their_own_rows(
 ) -> None:
     model = start(write_folder(prepared, "joined", "--max-batch-size", "64"))
     counted: list[int] = []
-    source: Any = model._source
-    answer = source.answer
-    monkeypatch.setattr(source, "answer", lambda *given, **how: counted.append(len(given[1])) or answer(*given, **how))
+    answerer: Any = model._answerer
+    answer = answerer.answer
+    monkeypatch.setattr(
+        answerer, "answer", lambda *given, **how: counted.append(len(given[1])) or answer(*given, **how)
+    )
     sizes = (1, 3, 0, 5)
     asked = [np.arange(size, dtype=np.int64) + 10 * size for size in sizes]
     bags = np.arange(12, dtype=np.int64).reshape(4, 3)
@@ -253,7 +255,7 @@ def test_instances_share_one_store_and_the_next_takes_over_where_it_ends(
 ) -> None:
     folder = write_folder(prepared, "shared")
     first, second = start(folder), start(folder)
-    assert isinstance(second._source._source, Remote)  # type: ignore[union-attr]
+    assert isinstance(second._answerer._answerer, RemoteService)  # type: ignore[union-attr]
     with pytest.raises(Locked) as locked:
         tierstore.open(prepared / "data")
     assert locked.value.url is not None
@@ -268,8 +270,8 @@ def test_instances_share_one_store_and_the_next_takes_over_where_it_ends(
     first.finalize()
     (response,) = answers(second, request)
     assert response.arrays["item_id"].tolist() == [[9.0] * DIM], "the delta is kept"
-    assert not isinstance(second._source._source, Remote)  # type: ignore[union-attr]
-    first._source = None
+    assert not isinstance(second._answerer._answerer, RemoteService)  # type: ignore[union-attr]
+    first._answerer = None
 
 
 def test_an_instance_waits_for_one_that_opens_or_closes_the_directory(
@@ -284,7 +286,7 @@ def test_an_instance_waits_for_one_that_opens_or_closes_the_directory(
         if len(waits) == 2:
             directory_lock.unlock(held)
 
-    monkeypatch.setattr(sources, "time", SimpleNamespace(monotonic=time.monotonic, sleep=wait))
+    monkeypatch.setattr(answerers, "time", SimpleNamespace(monotonic=time.monotonic, sleep=wait))
     (response,) = answers(start(folder), backend.Request({"item_id": keys_of(3)}, ["item_id"]))
     assert response.arrays["item_id"].shape == (1, DIM)
     assert len(waits) == 2
@@ -312,7 +314,7 @@ def test_a_service_is_asked_where_one_has_the_directory(tmp_path: Path, start: S
             np.testing.assert_array_equal(response.arrays["word"], vectors([3, -1, 1]))
             np.testing.assert_array_equal(response.arrays["item_id"], vectors([4]))
             model.finalize()
-            model._source = None
+            model._answerer = None
 
 
 def test_strings_are_refused_where_the_backend_would_lose_them(

@@ -1,1 +1,1 @@
-"""Who may do what: roles, and the tokens that carry them. Knows no transport."""
+"""Access: roles, and the tokens that carry them. Knows no transport."""

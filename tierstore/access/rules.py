@@ -1,4 +1,5 @@
-"""What each request takes: one table for HTTP, one for gRPC, whichever protocol is spoken. Pure functions; any thread.
+"""The access rules: the action that each request needs, one table for HTTP and one for gRPC. Pure functions; any
+thread.
 
 Whatever is not in a table takes the role admin, so that a new path or method is closed until somebody has decided.
 """

@@ -310,7 +310,7 @@ def _stopped(model: str, where: Path, url: str | None) -> str:
     """What became of an import that Ctrl-C has ended. A service's load of the snapshot is stopped first: its files are
     there until then.
     """
-    from tierstore.client.sources import snapshot_version
+    from tierstore.client.identify import snapshot_version
     from tierstore.client.upload import files_to_send
 
     none = "there is no new version, what was read is removed, and what served before does so"
@@ -363,7 +363,7 @@ def _cancelled(client: Client, job: str) -> dict[str, Any]:
 
 def _forget_unfinished(store: Store | Client, where: Path) -> None:
     """Remove what the load of a snapshot has left to go on with: the snapshot goes as well."""
-    from tierstore.client.sources import snapshot_model, snapshot_version
+    from tierstore.client.identify import snapshot_model, snapshot_version
 
     model, version = snapshot_model(where), snapshot_version(where)
     if str(version) in store.status(model)["models"][model]["unfinished"]:

@@ -1,4 +1,4 @@
-"""What commands print: JSON, or tables for a person, for which alone rich is imported."""
+"""Prints what commands answer: JSON, or tables for a person, for which alone rich is imported."""
 
 from __future__ import annotations
 

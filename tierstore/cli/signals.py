@@ -1,4 +1,4 @@
-"""How a command ends at a signal while it has nothing to finish. On the main thread."""
+"""Ends a command at a signal while it has nothing to finish. On the main thread."""
 
 from __future__ import annotations
 

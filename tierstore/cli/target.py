@@ -1,4 +1,4 @@
-"""What a command works on: a data directory that it opens itself, or a running service.
+"""The target of a command: a data directory that it opens itself, or a running service.
 
 `Store` and `Client` have the same verbs, so a command is written once. Called from the main thread.
 """
@@ -168,7 +168,7 @@ def say_aside(line: str) -> None:
 
 def say_what_goes(target: Store | Client, model: str | None, snapshot: str | Path = "") -> None:
     """Print which versions of a model, by default that of a snapshot, are dropped once another one serves."""
-    from tierstore.client.sources import snapshot_model
+    from tierstore.client.identify import snapshot_model
 
     try:
         model = model or snapshot_model(snapshot)
@@ -182,7 +182,7 @@ def say_what_goes(target: Store | Client, model: str | None, snapshot: str | Pat
 
 def warn_of_dense(target: Store | Client, snapshot: str | Path, version: int) -> None:
     """Print what a user may not expect of the dense parts of the version loaded from `snapshot`."""
-    from tierstore.client.sources import snapshot_model
+    from tierstore.client.identify import snapshot_model
 
     try:
         model = snapshot_model(snapshot)

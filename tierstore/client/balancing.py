@@ -1,4 +1,4 @@
-"""Which of a client's nodes an attempt goes to. Knows no socket and no clock: times are seconds, passed in.
+"""Load balancing: the node that an attempt goes to. Knows no socket and no clock: times are seconds, passed in.
 
 The node with the fewest attempts under way, in turn among equals. A node that fails is skipped for a pause, which
 doubles with each failure in a row; when it is over one attempt tries the node, and the others follow once that is

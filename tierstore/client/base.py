@@ -1,4 +1,4 @@
-"""What `Client` and `AsyncClient` share: their arguments, and how full their pools are."""
+"""The base of `Client` and `AsyncClient`: their arguments, and how full their pools are."""
 
 from __future__ import annotations
 

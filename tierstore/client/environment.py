@@ -1,4 +1,4 @@
-"""What the environment says of how a client talks to its services: token and certificates. Any thread."""
+"""A client's settings from environment variables: token and certificates. Any thread."""
 
 from __future__ import annotations
 

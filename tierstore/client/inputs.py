@@ -1,4 +1,4 @@
-"""What a caller passes to a look-up or to `predict`, as tensors: checked, converted, whole or in parts.
+"""Inputs of look-ups and of `predict` as tensors: checked, converted, whole or in parts.
 
 Pure functions and immutable values; any thread may use them.
 """

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from tierstore.client import wire
 from tierstore.client.attempts import new_request_id
+from tierstore.client.identify import delta_model, path_text, snapshot_model
 from tierstore.client.inference import (
     Deadline,
     InferenceRequest,
@@ -39,7 +40,6 @@ from tierstore.client.inference import (
 from tierstore.client.inputs import Batch, as_keys, check_options, predict_inputs
 from tierstore.client.replies import part_of
 from tierstore.client.settings import ClientSettings
-from tierstore.client.sources import delta_model, path_text, snapshot_model
 from tierstore.client.splitting import split_lookup, split_predict
 from tierstore.client.upload import PIECE_TIMEOUT_S, SCHEME, SentSnapshot, files_to_send
 from tierstore.errors import (

@@ -1,4 +1,4 @@
-"""Whether nodes that should serve the same do: versions, watermarks, and digests of sampled rows at one seq.
+"""Compares nodes that should serve the same: versions, watermarks, and digests of sampled rows at one seq.
 
 Only reads, through the public interface, on the calling thread.
 """

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tierstore.client.base import parse_addresses
+from tierstore.client.identify import snapshot_model, snapshot_version
 from tierstore.client.replicas import compare_rows
-from tierstore.client.sources import snapshot_model, snapshot_version
 from tierstore.client.sync import Client
 from tierstore.errors import (
     FAULTS,
@@ -38,7 +38,7 @@ from tierstore.errors import (
 )
 from tierstore.threads import Pool
 from tierstore.types import model_and_head
-from tierstore.verdicts import Requests, Trial, judge
+from tierstore.verdicts import CanaryTrial, Requests, judge
 
 Policy = Literal["one-by-one", "all-at-once"]
 POLICIES: tuple[Policy, ...] = ("one-by-one", "all-at-once")
@@ -270,7 +270,7 @@ class _Rollout:
             return
         self._each(nodes, lambda node: node.waiting.canary(self._model, self._version, share))
         self._say(f"version {self._version} gets {share:.3g} of the requests on {len(nodes)} nodes")
-        trial, until = Trial(*self._counted(nodes)), time.monotonic() + seconds + self._max_wait_s
+        trial, until = CanaryTrial(*self._counted(nodes)), time.monotonic() + seconds + self._max_wait_s
         while (look := trial.look(*self._counted(nodes), seconds / 60))[0] == "doubtful":
             if time.monotonic() >= until:
                 raise NotReady(f"no verdict on the canary within {seconds + self._max_wait_s:g} s: {look[1]}")

@@ -1,4 +1,4 @@
-"""Where a service is, and how a client talks to it. Immutable values; any thread may use them."""
+"""Settings of a client: where a service is, and how to talk to it. Immutable values; any thread may use them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said of a connection that failed, and of which setting mends it. Pure functions; any thread."""
+"""Messages for connections that failed, with the setting that mends it. Pure functions; any thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether two nodes serve the same rows, every one of them: by digests at one seq, and the keys that differ.
+"""Compares all rows of two nodes: by digests at one seq, then the keys that differ.
 
 Only reads, through the public interface. One thread a node carries its requests.
 """

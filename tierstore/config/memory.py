@@ -1,4 +1,4 @@
-"""How the memory that this process may use is shared out by default, and whether settings fit into it.
+"""Default shares of the memory that this process may use, and a check that settings fit into it.
 
 A control group ends a process that takes more, so what is not given says less there: the host tier gets half of what is
 left beside the process itself and its load helpers, and deltas in memory, deltas that are decoded and loads an eighth

@@ -1,6 +1,4 @@
-"""What the settings are made of: their types, their defaults that depend on the machine,
-and how a text becomes a list.
-"""
+"""The types of settings, their defaults that depend on the machine, and lists read from text."""
 
 from __future__ import annotations
 

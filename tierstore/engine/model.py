@@ -130,7 +130,7 @@ class Model:
         state, changed = self.state, self.publisher.changed
         with state.switch, state.live.write:
             with contextlib.suppress(StorageError):
-                state.record.repair()
+                state.file.repair()
             retiring, served = state.retiring.all(), state.live.close()
             to_close = [*retiring, *served]
             with changed:
@@ -312,7 +312,7 @@ class Model:
     def signature(self) -> Signature | None:
         """Inputs and outputs of the active version's dense part; None if none is served. NotReady if nothing serves."""
         with self.view(STABLE) as view:
-            return None if view.predictor is None else view.predictor.signature
+            return None if view.session is None else view.session.signature
 
     def apply_delta(
         self, delta: Delta, data: bytes | memoryview, origin: Origin | None = None, *, lenient: bool = False

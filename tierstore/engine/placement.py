@@ -17,7 +17,7 @@ from tierstore.engine.deltas.origin import Origin
 from tierstore.engine.versions.info import VersionInfo
 from tierstore.engine.versions.rows import VersionRows
 from tierstore.errors import TierstoreError
-from tierstore.formats.delta.reader import Delta, DeltaHead
+from tierstore.formats.delta.reader import Delta, DeltaHeader
 from tierstore.formats.names import VersionDirectory
 from tierstore.formats.snapshot.manifest import Manifest
 from tierstore.formats.snapshot.reader import Snapshot
@@ -25,7 +25,7 @@ from tierstore.ingest.bulkload import BulkLoad
 from tierstore.ingest.results import BaseBuild
 from tierstore.types import BaseKind, DeltaResult, Partitions, ProgressFn
 
-# Acts that a placement may be unable to do, or leave to others. The fields of `ModelPlacement` besides `leads` are
+# Acts that a placement may be unable to do, or leave to others. The fields of `ModelVerbs` besides `leads` are
 # among them.
 Act = Literal[
     "load", "held", "apply_delta", "next_in_run", "apply_run",
@@ -60,8 +60,8 @@ class Refusals:
             raise refusal.error(refusal.why.format(**self._words, **words))
 
     def verbs(self, model: str) -> dict[str, Callable[..., NoReturn]]:
-        """Functions that raise, for the fields of `ModelPlacement` that the placement does not have."""
-        return {of.name: self._refusing(of.name, model) for of in fields(ModelPlacement) if of.name in self._by_act}
+        """Functions that raise, for the fields of `ModelVerbs` that the placement does not have."""
+        return {of.name: self._refusing(of.name, model) for of in fields(ModelVerbs) if of.name in self._by_act}
 
     def _refusing(self, verb: Any, model: str) -> Callable[..., NoReturn]:
         def refuse(*_: object, **__: object) -> NoReturn:
@@ -133,7 +133,7 @@ class Canary(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelPlacement:
+class ModelVerbs:
     """The verbs of a placement for one model. Arguments, results and errors are those of `Store`."""
 
     leads: Callable[
@@ -141,7 +141,7 @@ class ModelPlacement:
     ]  # whether this node is the one that applies a source's deltas, of all nodes that the source feeds
     load: Callable[[], LoadTarget]  # where the rows of a load go
     held: Callable[
-        [DeltaHead], DeltaResult | None
+        [DeltaHeader], DeltaResult | None
     ]  # the result for a delta that was acknowledged before; it is not decoded
     apply_delta: ApplyDelta
     next_in_run: Callable[[], int | None]  # the seq with which `apply_run` begins; None while it takes none
@@ -176,7 +176,7 @@ class Placement(Protocol):
     def adopt(self, name: str, directory: Path) -> None:
         """Move the directory of a model into the data directory, and serve it. Conflict if there is such a model."""
 
-    def existing(self, name: str) -> ModelPlacement:
+    def existing(self, name: str) -> ModelVerbs:
         """The placement of a model. NotFound names the existing ones."""
 
     def open_rows(self, name: str, info: VersionInfo) -> VersionRows:

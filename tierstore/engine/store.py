@@ -37,7 +37,7 @@ from tierstore.engine.operations.restore import leftovers_of
 from tierstore.engine.operations.status import store_status, with_problems
 from tierstore.engine.operations.together import Models, close_shared, start_background, stop_background
 from tierstore.engine.operations.verify import verify_store
-from tierstore.engine.placement import ModelPlacement
+from tierstore.engine.placement import ModelVerbs
 from tierstore.engine.placements.choose import choose_placement
 from tierstore.engine.serving.epochs import Epochs
 from tierstore.engine.serving.publisher import Publisher
@@ -214,7 +214,7 @@ class Store(ParkedMessages):
                     cancelled=cancelled,
                 )
 
-    def placed(self, model: Model) -> ModelPlacement:
+    def placed(self, model: Model) -> ModelVerbs:
         """The operations that change a model, wherever its rows are."""
         return self.placement.existing(model.name)
 
@@ -228,8 +228,8 @@ class Store(ParkedMessages):
         Conflict, Overloaded.
         """
         self._check_open()
-        placed = self.placed(self.model((incoming := IncomingDelta(source, model, seq)).head.model))
-        if (held := placed.held(incoming.head)) is not None:
+        placed = self.placed(self.model((incoming := IncomingDelta(source, model, seq)).header.model))
+        if (held := placed.held(incoming.header)) is not None:
             return held
         with incoming.decoded(self.shared.decoding, self.shared.overlay_budget) as delta:
             return placed.apply_delta(delta, incoming.data, origin)

@@ -1,4 +1,4 @@
-"""What the online store does, step by step: each step is a call of the client, or a pause.
+"""Steps of the online store: each is a call of the client, or a pause.
 
 Generators, which `run` and `run_async` carry out with a client of their kind. A generator belongs to one call of the
 store. What a write has been acknowledged for is durable; a write that is cut off has written whole deltas or none.

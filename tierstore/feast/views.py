@@ -1,4 +1,4 @@
-"""Which feature views of Feast the service can hold, and as what. Pure functions; any thread.
+"""Maps Feast's feature views to what the service can hold. Pure functions; any thread.
 
 A view is a model of its own with two tables, `<field>` with the vectors and `<field>-event_time` with the event times,
 and a feature of the same name for each. A row without a vector is a null. So a delta changes a vector and its time in

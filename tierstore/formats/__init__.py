@@ -1,1 +1,1 @@
-"""Every byte that others see, and every name on disk: snapshots, deltas, row keys."""
+"""File formats: every byte that others see, and every name on disk."""

@@ -172,7 +172,7 @@ class Sender(Protocol):
 class _Links:
     """The counterpart of `Uploads` for a directory.
 
-    Files are brought there by second names on the same file system, else by copies.
+    Files are brought there by hard links on the same file system, else by copies.
     """
 
     def __init__(self, to: Path, directory: Path) -> None:

@@ -1,4 +1,5 @@
-"""One writer at a time of a place that several processes or machines may write to: a directory, or below a URL.
+"""A lock for one writer at a time of a place that several processes or machines may write to: a directory, or below a
+URL.
 
 A directory has a file that is locked (`flock`), which ends with the process. Below a URL each writer has an object of
 its own, which it writes again from time to time; who finds another one's, of less than GONE_S ago, gives way. Both may

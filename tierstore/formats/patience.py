@@ -1,4 +1,4 @@
-"""Trying again: what goes over a network fails for a while, and then it works."""
+"""Retries of what goes over a network, with pauses that grow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which release wrote a record of ours. Constants and a pure function."""
+"""The release that wrote a record of ours. Constants and a pure function."""
 
 from __future__ import annotations
 

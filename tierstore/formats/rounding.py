@@ -1,4 +1,4 @@
-"""What it costs to store numbers in a dtype: how far they are off once they are read.
+"""Rounding errors of storage dtypes: how far numbers are off once they are read.
 
 A `Rounding` belongs to one thread at a time.
 """

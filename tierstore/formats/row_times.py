@@ -1,4 +1,5 @@
-"""When rows were last written: whole seconds since 1970, as uint32. Kept for tables whose rows expire (a `ttl_s`).
+"""Row times: when rows were last written, in whole seconds since 1970, as uint32. Kept for tables whose rows expire (a
+`ttl_s`).
 
 Pure functions; any thread may call them. `schema/layout.md` says where times are on disk.
 """

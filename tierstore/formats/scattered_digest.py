@@ -1,4 +1,4 @@
-"""XXH3-64 of bytes that come in pieces and in any order, as those of an object that is read in ranges.
+"""XXH3-64 of bytes that come in pieces and in any order, such as an object that is read in ranges.
 
 The hash adds up each KiB by itself, to a sixteenth of its size, before it takes it up in turn. So a piece that comes
 early is added up at once, and what waits for the bytes before it are the sums. Any thread.

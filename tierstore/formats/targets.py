@@ -1,4 +1,4 @@
-"""A place that several machines write to: a directory that all of them see, or objects below a URL.
+"""Shared targets of several machines: a directory that all of them see, or objects below a URL.
 
 A file appears there whole and durable under its name, or not at all; of two that are written under one name, one is
 there. Any thread may use a target.

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-Moment = datetime | float | str
+TimeLike = datetime | float | str
 _MAX_EPOCH_S = 1e11  # the year 5138: a larger number is in milliseconds or smaller units
 
 
@@ -26,7 +26,7 @@ def parse_time(text: str) -> datetime:
         raise ValueError(f"expected an ISO 8601 time such as 2026-11-20T02:00:00Z, got {text!r}") from error
 
 
-def as_moment(value: Any) -> datetime:
+def as_utc(value: Any) -> datetime:
     """A moment in UTC from a datetime with a zone, seconds since 1970, or ISO 8601 text with an offset.
 
     ValueError for anything else. A datetime or a text without a zone is refused, because it could be local time or UTC.

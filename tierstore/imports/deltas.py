@@ -26,7 +26,7 @@ from tierstore.formats.delta.writer import DeltaWriter
 from tierstore.formats.normalize import UnfitRow
 from tierstore.formats.snapshot.arrow_shards import IPC_FILE_MAGIC
 from tierstore.formats.strings import without_dictionary
-from tierstore.formats.times import Moment
+from tierstore.formats.times import TimeLike
 from tierstore.imports.column_files import open_columns
 from tierstore.imports.columns import (
     SKIP_NULLS,
@@ -39,7 +39,7 @@ from tierstore.imports.columns import (
     vectors_of,
 )
 from tierstore.imports.places import FORMATS, RowsKind, RowsPlace, places_of
-from tierstore.imports.sources import as_paths, naming_rows
+from tierstore.imports.row_sources import as_paths, naming_rows
 from tierstore.types import KeyType, check_name
 
 TABLE, DELETED = "table", "deleted"  # columns that are read where a file has them
@@ -92,7 +92,7 @@ def rows_delta(
     table: str | None = None,
     tables: Mapping[str, str] | None = None,
     columns: RowsColumns = RowsColumns(),
-    event_time: Moment | None = None,
+    event_time: TimeLike | None = None,
     base_version: int | None = None,
     max_bytes: int = MAX_DECODED_BYTES,
 ) -> bytes:

@@ -1,4 +1,5 @@
-"""How a trainer's object hashes keys, as a feature's `hash`; and row numbers by a `hash`, to compare with training's.
+"""Reads how a trainer's object hashes keys, as a feature's `hash`; and row numbers by a `hash`, to compare with
+training's.
 
 Pure functions; any thread.
 """

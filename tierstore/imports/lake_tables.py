@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from tierstore.errors import InvalidInput
 from tierstore.formats.snapshot.table_logs import DELTA, ICEBERG, reason_of
-from tierstore.formats.times import as_moment, format_time
+from tierstore.formats.times import as_utc, format_time
 from tierstore.imports.column_files import ColumnSource, sliced
 from tierstore.imports.places import ICEBERG_METADATA
 
@@ -33,7 +33,7 @@ def as_of(value: AsOf) -> int | datetime:
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     try:
-        return as_moment(value)
+        return as_utc(value)
     except ValueError as error:
         raise InvalidInput(
             f"--as-of (as_of=): expected a version of Delta, a snapshot's id of Iceberg, or a time: {error}"

@@ -1,5 +1,5 @@
-"""What lies where a source points to: files of columns, lake tables, checkpoints, pairs, arrays, text; told apart by
-their names.
+"""Recognises what lies where a source points to, by its name: files of columns, lake tables, checkpoints, pairs,
+arrays, text.
 
 Directories are searched to their bottom. What begins with `_` or a dot is passed over, and so are data directories and
 snapshots of tierstore. Tables that a log describes are taken by their own directory alone, and only where something

@@ -29,7 +29,7 @@ from tierstore.formats.snapshot.manifest import Manifest
 from tierstore.formats.snapshot.writer import SnapshotWriter, TableWriter
 from tierstore.imports.golden import write_golden_file
 from tierstore.imports.lake_tables import AsOf
-from tierstore.imports.sources import Block, Wanted, bad_row, blocks, check, rows_in
+from tierstore.imports.row_sources import Block, Wanted, bad_row, blocks, check, rows_in
 from tierstore.kernels.codec import BadRow, encode
 from tierstore.types import Combiner, KeyType, Progress, ProgressFn, StorageDtype
 

@@ -1,4 +1,4 @@
-"""Which tensor has the rows of a table, and which their keys.
+"""Finds the tensor with the rows of a table, and the one with their keys.
 
 The files of a source are one set, as a large checkpoint is cut into several. One thread at a time.
 """

@@ -3,7 +3,7 @@
 Phases, each over all tables. "read": shards are checked, encoded and written as sorted runs. "join", for very large tables:
 runs are merged into fewer. "write": each table is cut into key ranges, and each range is merged from all runs into one
 file. "ingest": the disk tier is made of the files. "verify": the files are read back from the drive and their digests
-compared. Helper processes (`helpers.py`) do all of it, as `plan.py` and `load_tasks.py` say; this module adds up their
+compared. Helper processes (`helpers.py`) do all of it, as `load_plan.py` and `load_tasks.py` say; this module adds up their
 results.
 
 Any thread may load; several loads may run at once, into different directories. The interpreter lock is hardly held.
@@ -39,8 +39,8 @@ from tierstore.formats.snapshot.manifest import TableEntry
 from tierstore.formats.snapshot.reader import Snapshot
 from tierstore.ingest.helpers import Helpers
 from tierstore.ingest.journal import Journal, about
+from tierstore.ingest.load_plan import LoadPlan, plan_load
 from tierstore.ingest.load_tasks import RUNS, LoadTasks
-from tierstore.ingest.plan import LoadPlan, plan_load
 from tierstore.ingest.progress import ProgressReporter
 from tierstore.ingest.results import BaseBuild, TableBuild, Written, sum_up
 from tierstore.ingest.resume import Finished, find_finished

@@ -17,7 +17,7 @@ from tierstore.errors import SnapshotError
 from tierstore.formats.colliding import free_code
 from tierstore.formats.row_times import as_rows
 from tierstore.formats.snapshot.reader import Snapshot
-from tierstore.ingest.plan import run_row_bytes
+from tierstore.ingest.load_plan import run_row_bytes
 from tierstore.ingest.runs import Part, Run, RunWriter, run_keys
 from tierstore.kernels.codec import encode
 from tierstore.types import Keys, KeyType, Rows, TableSpec, Vectors

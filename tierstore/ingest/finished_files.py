@@ -1,4 +1,4 @@
-"""What a bulk load does with finished files: copies them, checks them, ingests them and reads them back. See `tasks.py`.
+"""Finished files of a bulk load: copied, checked, ingested and read back. See `tasks.py`.
 
 In a helper process, one task at a time, on its main thread. What a crash leaves lies in the load's own directory; the
 tasks `CheckRun` and `CheckFile` find out whether it is whole.
@@ -60,7 +60,7 @@ def ingest(task: Ingest) -> Ingested:
 
 
 def _linked(path: Path, folder: Path) -> Path:
-    """A second name of a file, for the disk tier to move in. The first name stays until the load is over.
+    """A hard link to a file, for the disk tier to move in. The original name stays until the load is over.
 
     Where the file system has no links, the file itself is moved, and a load that is broken off after that begins again.
     """

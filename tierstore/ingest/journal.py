@@ -1,4 +1,4 @@
-"""What a load has finished, in a file of its directory: after a crash, another load of the same snapshot goes on from there.
+"""The journal of a load, a file in its directory: after a crash, another load of the same snapshot goes on from there.
 
     XXH3-64 of the JSON, 16 hex digits | a space | JSON | a line feed
 

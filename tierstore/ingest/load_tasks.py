@@ -1,4 +1,4 @@
-"""Which tasks make what a load needs, as `plan.py` and the journal say. For the thread of the load.
+"""The tasks that a load needs, by its plan (`load_plan.py`) and its journal. For the thread of the load.
 
 Every name of a run and of a finished file is chosen here, so that a load that goes on finds what another one has made.
 """
@@ -14,7 +14,7 @@ from typing import Any
 from tierstore.formats.row_times import TIME_BYTES, times_of
 from tierstore.formats.snapshot.built import BuiltSnapshot
 from tierstore.ingest.journal import Journal
-from tierstore.ingest.plan import LoadPlan, TablePlan
+from tierstore.ingest.load_plan import LoadPlan, TablePlan
 from tierstore.ingest.results import Written
 from tierstore.ingest.runs import Run, quantiles
 from tierstore.ingest.tasks import CopyFile, JoinRuns, MergeRuns, ReadBack, ReadFile, SortShards

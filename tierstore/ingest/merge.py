@@ -1,4 +1,4 @@
-"""One key range of all runs to one finished file: the second half of a bulk load. See `tasks.py`.
+"""Merges one key range of all runs into one finished file: the second half of a bulk load. See `tasks.py`.
 
 A merge reads the same key range of every run, so its file overlaps no other file. In a helper process, one task at a
 time, on its main thread. Memory is bounded by `step_bytes`, however many runs there are; a file of RocksDB's kind is held
@@ -19,7 +19,7 @@ import numpy as np
 from tierstore.formats.row_times import TIME_BYTES, table_of
 from tierstore.formats.snapshot.reader import Snapshot
 from tierstore.ingest.colliding import Limits, Repeated, distinct, duplicate, repeated, set_apart, without
-from tierstore.ingest.plan import run_row_bytes
+from tierstore.ingest.load_plan import run_row_bytes
 from tierstore.ingest.runs import ReportRows, Run, merged
 from tierstore.ingest.tasks import Merged, MergeRuns
 from tierstore.kernels.digest import digest_rows

@@ -43,12 +43,12 @@ from tierstore.formats.snapshot.writer import SnapshotWriter
 from tierstore.formats.targets import Target, target_at
 from tierstore.formats.uploads import scratch_directory
 from tierstore.imports.columns import converted
-from tierstore.imports.sources import Wanted, blocks
+from tierstore.imports.row_sources import Wanted, blocks
 from tierstore.ingest.build import built_file, finish_folder
 from tierstore.ingest.helpers import Helpers
 from tierstore.ingest.journal import Journal
+from tierstore.ingest.load_plan import plan_load
 from tierstore.ingest.load_tasks import RUNS, LoadTasks
-from tierstore.ingest.plan import plan_load
 from tierstore.ingest.receipts import (
     BUILD_RECORD,
     BuildRecord,

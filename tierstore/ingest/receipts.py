@@ -1,4 +1,4 @@
-"""What is written beside the files of a build that many machines make: the record of the build, and the receipt of each task.
+"""Documents beside the files of a build that many machines make: the record of the build, and the receipt of each task.
 
 `_build.json` says what is built; `begin_build` writes it. `<folder>/_<table>.json` is the receipt of a partition of a table: which files it
 is. It is written after them, so that they count only when all are there. A commit removes both. Functions of a target; any thread.

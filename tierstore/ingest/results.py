@@ -1,4 +1,4 @@
-"""What a bulk load has built. Immutable values."""
+"""Results of a bulk load. Immutable values."""
 
 from __future__ import annotations
 

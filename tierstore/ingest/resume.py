@@ -1,4 +1,4 @@
-"""What a load that was broken off has left, and what of it the next load of the same snapshot can use.
+"""Resumes a load that was broken off: what it has left, and what of that the next load of the same snapshot can use.
 
 For the thread of the load.
 """
@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tierstore.ingest.load_plan import LoadPlan, TablePlan
 from tierstore.ingest.load_tasks import LoadTasks
-from tierstore.ingest.plan import LoadPlan, TablePlan
 from tierstore.ingest.tasks import CheckFile, CheckRun, Joined, JoinRuns, Merged, Sorted
 
 Check = Callable[[Sequence[CheckFile | CheckRun]], set[str]]  # the paths of those that are whole

@@ -21,7 +21,7 @@ import xxhash
 
 from tierstore.errors import StorageError
 from tierstore.formats.keys import partition_of
-from tierstore.ingest.plan import KEY_CODE_BYTES, SAMPLES
+from tierstore.ingest.load_plan import KEY_CODE_BYTES, SAMPLES
 from tierstore.types import Keys, Rows
 
 Run = tuple[str, int]  # path, rows

@@ -12,7 +12,7 @@ from tierstore.errors import SnapshotError
 from tierstore.formats.keys import are_own
 from tierstore.formats.row_times import as_rows
 from tierstore.formats.snapshot.reader import Snapshot
-from tierstore.ingest.plan import KEY_CODE_BYTES, run_row_bytes
+from tierstore.ingest.load_plan import KEY_CODE_BYTES, run_row_bytes
 from tierstore.ingest.runs import ReportRows, Run, RunWriter, in_order, merged, order_of
 from tierstore.ingest.tasks import Joined, JoinRuns, Sorted, SortShards
 from tierstore.kernels.codec import BadRow, encode

@@ -1,5 +1,5 @@
-"""What brokers say of a topic and a consumer cannot ask: its id, how far its partitions go, also beyond a transaction
-that is open, and how long it keeps deletions.
+"""Questions to brokers that a consumer cannot ask: a topic's id, how far its partitions go, also beyond a
+transaction that is open, and how long it keeps deletions.
 
 One thread.
 """

@@ -1,5 +1,5 @@
-"""What lies around a row in a message: Kafka Connect's `{schema, payload}`, Debezium's change event, and the fields by
-which Debezium says that a row was deleted. Pure functions.
+"""Envelopes of rows in messages: Kafka Connect's `{schema, payload}`, Debezium's change event, and the fields by which
+Debezium says that a row was deleted. Pure functions.
 
 Debezium: debezium.io, "New Record State Extraction" (`__deleted`, `__op`), and of each connector "Data change events"
 (`before`, `after`, `op`). Kafka Connect: its JsonConverter with `schemas.enable`.

@@ -42,7 +42,7 @@ class KafkaMessage(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class MessageHeaders:
     """What a message says of itself. digest: of the whole delta, or None where the message
     does not say it. trace: headers.
     """
@@ -59,7 +59,7 @@ def digest_of(data: bytes | memoryview) -> str:
     return str(xxhash.xxh3_64_hexdigest(data))
 
 
-def head_of(message: KafkaMessage) -> Head:
+def headers_of(message: KafkaMessage) -> MessageHeaders:
     """Read the headers, and where there are none the delta's own metadata. DeltaError, which says what is wrong."""
     headers = {name: value for name, value in message.headers if value is not None}
     model, seq = _text(headers, "model"), _number(headers, "seq", MAX_ORDINAL)
@@ -80,7 +80,7 @@ def head_of(message: KafkaMessage) -> Head:
     if (parts or 1) == 1:
         digest = check_digest(message.value, digest)
     trace = {name: value.decode("latin-1") for name, value in headers.items() if name in ("traceparent", "tracestate")}
-    return Head(model, seq, part or 1, parts or 1, digest, trace)
+    return MessageHeaders(model, seq, part or 1, parts or 1, digest, trace)
 
 
 def check_digest(data: bytes, expected: str | None) -> str:

@@ -1,4 +1,4 @@
-"""How a row or a key is written in a message: JSON, Avro or Protobuf, in Confluent's wire format or without it.
+"""Encodings of a row or a key in a message: JSON, Avro or Protobuf, in Confluent's wire format or without it.
 
 Confluent's wire format is a zero byte, the schema's id (4 bytes, big-endian), for Protobuf the place of the message
 type in its file, and then the content (docs.confluent.io, "Wire format"). One thread.

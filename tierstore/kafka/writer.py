@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 from tierstore.errors import DeltaError, InvalidInput, NotFound, Unreachable
 from tierstore.formats.delta.writer import DeltaWriter
 from tierstore.formats.names import MAX_ORDINAL
-from tierstore.formats.times import Moment
+from tierstore.formats.times import TimeLike
 from tierstore.kafka import client
 from tierstore.kafka.admin import TopicAdmin
-from tierstore.kafka.messages import Head, KafkaMessage, head_of, read_checked, split
+from tierstore.kafka.messages import KafkaMessage, MessageHeaders, headers_of, read_checked, split
 from tierstore.trace_context import current_trace
 from tierstore.types import check_name
 
@@ -88,7 +88,7 @@ class KafkaDeltaWriter:
         return self._next_seq
 
     @contextmanager
-    def delta(self, *, event_time: Moment | None = None, base_version: int | None = None) -> Iterator[DeltaWriter]:
+    def delta(self, *, event_time: TimeLike | None = None, base_version: int | None = None) -> Iterator[DeltaWriter]:
         """A `DeltaWriter` whose delta is sent when the block ends; if the block raises, nothing is sent."""
         sink = io.BytesIO()
         with DeltaWriter(
@@ -253,10 +253,10 @@ def _newest_in(consumer: Any, kafka: Any, low: Any, end: int, model: str) -> _Se
     upto, step = end, _SCAN
     while True:
         begin = max(low.offset, upto - step)
-        for offset, head in _heads(consumer, kafka, kafka.TopicPartition(low.topic, low.partition, begin), upto):
-            if head.model == model:
-                parts.setdefault((head.seq, head.parts, head.digest), set()).add(head.part)
-                first[head.seq] = min(offset, first.get(head.seq, offset))
+        for offset, headers in _headers(consumer, kafka, kafka.TopicPartition(low.topic, low.partition, begin), upto):
+            if headers.model == model:
+                parts.setdefault((headers.seq, headers.parts, headers.digest), set()).add(headers.part)
+                first[headers.seq] = min(offset, first.get(headers.seq, offset))
         whole = {seq for (seq, count, _), there in parts.items() if len(there) == count}
         cut = first.keys() - whole
         later = [first[seq] for seq in cut if seq > max(whole, default=0)]
@@ -266,7 +266,7 @@ def _newest_in(consumer: Any, kafka: Any, low: Any, end: int, model: str) -> _Se
         upto, step = begin, step * 4
 
 
-def _heads(consumer: Any, kafka: Any, begin: Any, end: int) -> Iterator[tuple[int, Head]]:
+def _headers(consumer: Any, kafka: Any, begin: Any, end: int) -> Iterator[tuple[int, MessageHeaders]]:
     """(offset, what it says of itself) of each part of a delta in one partition, between two offsets."""
     if begin.offset >= end:
         return
@@ -287,7 +287,7 @@ def _heads(consumer: Any, kafka: Any, begin: Any, end: int) -> Iterator[tuple[in
             return
         message = KafkaMessage(read.partition(), read.offset(), read.value() or b"", read.headers() or [], 0)
         with suppress(DeltaError):
-            yield read.offset(), head_of(message)
+            yield read.offset(), headers_of(message)
         if read.offset() + 1 >= end:
             return
 

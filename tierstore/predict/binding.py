@@ -1,4 +1,4 @@
-"""How a dense part is bound to the features of its model: which inputs are rows of features, and the shapes of a run.
+"""Bindings of a dense part to the features of its model: which inputs are rows of features, and the shapes of a run.
 
 Immutable values and pure functions; any thread may use them. Raises InvalidInput, naming the
 input, for what does not fit.

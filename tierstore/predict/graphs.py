@@ -1,4 +1,4 @@
-"""What can be said of an ONNX graph before ONNX Runtime sees it.
+"""Checks of an ONNX graph before ONNX Runtime sees it.
 
 Pure functions; any thread may use them.
 """

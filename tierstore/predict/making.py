@@ -1,4 +1,4 @@
-"""How a session of ONNX Runtime is made. It imports next to nothing, for the processes in which graphs are tried.
+"""Makes sessions of ONNX Runtime. It imports next to nothing, for the processes in which graphs are tried.
 
 `make_session`: any thread, one session at a time.
 """
@@ -24,7 +24,7 @@ _creating = threading.Lock()  # what is registered counts for the whole process
 
 
 @dataclass(frozen=True, slots=True)
-class SessionPlan:
+class SessionSettings:
     """What a session is made with, by ONNX Runtime's names; `entries` are of the session's configuration.
 
     `memory_bytes` is what its tensors may use of CPU memory, all its runs together, without
@@ -41,44 +41,47 @@ class SessionPlan:
 
 
 def make_session(
-    onnxruntime: Any, model: bytes, plan: SessionPlan, may_go_on: Callable[[], None] = lambda: None
+    onnxruntime: Any, model: bytes, settings: SessionSettings, may_go_on: Callable[[], None] = lambda: None
 ) -> Any:
     """A session. Constants are computed ahead only where the result is of a size that weights may have.
 
     While another session is being made `may_go_on` is called, which may raise; Overloaded
     where that one takes too long.
     """
-    options = _options(onnxruntime, plan)
+    options = _options(onnxruntime, settings)
     folded = max(_SMALLEST_FOLDED, _FOLDED_RATIO * len(model))
     options.add_session_config_entry("optimization.constant_folding_max_output_size_in_bytes", str(folded))
     with _turn(may_go_on):
-        if plan.memory_bytes is not None:
+        if settings.memory_bytes is not None:
             options.add_session_config_entry("session.use_env_allocators", "1")
             options.add_session_config_entry("session.use_device_allocator_for_initializers", "1")
             # each session gets the arena that was registered last. Releases that register one only once refuse another:
             # then all sessions share the first one, and its limit
             with suppress(Exception):
-                _register_arena(onnxruntime, plan.memory_bytes)
+                _register_arena(onnxruntime, settings.memory_bytes)
         timer = Timer(CREATE_S, lambda: options.set_load_cancellation_flag(True))
         timer.daemon = True
         timer.start()
         try:
-            return onnxruntime.InferenceSession(model, options, providers=plan.providers)
+            return onnxruntime.InferenceSession(model, options, providers=settings.providers)
         finally:
             timer.cancel()
 
 
-def _options(onnxruntime: Any, plan: SessionPlan) -> Any:
+def _options(onnxruntime: Any, settings: SessionSettings) -> Any:
     options = onnxruntime.SessionOptions()
     options.log_severity_level = _FATAL
-    options.intra_op_num_threads, options.inter_op_num_threads = plan.intra_op_num_threads, plan.inter_op_num_threads
-    if plan.inter_op_num_threads > 1:
+    options.intra_op_num_threads, options.inter_op_num_threads = (
+        settings.intra_op_num_threads,
+        settings.inter_op_num_threads,
+    )
+    if settings.inter_op_num_threads > 1:
         options.execution_mode = onnxruntime.ExecutionMode.ORT_PARALLEL
-    options.graph_optimization_level = getattr(onnxruntime.GraphOptimizationLevel, plan.graph_optimization_level)
-    options.enable_cpu_mem_arena = plan.enable_cpu_mem_arena
+    options.graph_optimization_level = getattr(onnxruntime.GraphOptimizationLevel, settings.graph_optimization_level)
+    options.enable_cpu_mem_arena = settings.enable_cpu_mem_arena
     # it keeps a pattern for every combination of input shapes, without limit: batches have many sizes
     options.enable_mem_pattern = False
-    for key, value in plan.entries.items():
+    for key, value in settings.entries.items():
         try:
             options.add_session_config_entry(key, value)
         except Exception as error:

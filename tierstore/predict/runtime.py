@@ -19,12 +19,12 @@ from tierstore.errors import ConfigError, InvalidInput, MissingExtra, TierstoreE
 from tierstore.predict.binding import wire
 from tierstore.predict.graphs import inspect
 from tierstore.predict.limits import RunLimits, SessionLimits
-from tierstore.predict.making import SessionPlan, brief, make_session
-from tierstore.predict.placement import CPU_PROVIDER, CUDA, DensePlacement, check_installed, check_made, placement_of
+from tierstore.predict.making import SessionSettings, brief, make_session
+from tierstore.predict.provider import CPU_PROVIDER, CUDA, DenseProvider, check_installed, check_made, provider_of
+from tierstore.predict.sandbox import GraphSandbox
 from tierstore.predict.session import KEPT_BYTES, DenseCounts, DenseSession
 from tierstore.predict.signature import Signature, Tensor, datatype_of
 from tierstore.predict.transforms import PostTransform, is_as_specified
-from tierstore.predict.trials import Trials
 from tierstore.types import FeatureSpec, TableSpec
 
 INSTALL = "install tierstore[dense]"
@@ -65,15 +65,15 @@ class Runtime:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self.placement = placement_of(settings)
+        self.provider = provider_of(settings)
         self._options = _session_options(settings.dense_options)
-        self._plan = _plan(settings, self.placement, self._options)
-        self.trials = Trials(self._plan, int(settings.dense_memory))
+        self._session_settings = _session_settings(settings, self.provider, self._options)
+        self.sandbox = GraphSandbox(self._session_settings, int(settings.dense_memory))
         self._lock = threading.Lock()
         self._missing: list[str | None] = []  # set at the first dense part; guarded by _lock
         self.limits = RunLimits(settings.dense_timeout_s, _run_options)
         self._as_specified: dict[PostTransform, bool] = {}  # of those that were tried; all sessions are made alike
-        if self.placement.provider != CPU_PROVIDER:
+        if self.provider.name != CPU_PROVIDER:
             self._check_provider()
 
     def _check_provider(self) -> None:
@@ -83,13 +83,13 @@ class Runtime:
         import onnx
         import onnxruntime
 
-        check_installed(onnxruntime, self.placement)
+        check_installed(onnxruntime, self.provider)
         helper, kind = onnx.helper, onnx.TensorProto.FLOAT
         ports = [helper.make_tensor_value_info(name, kind, [1]) for name in "xy"]
         graph = helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "probe", ports[:1], ports[1:])
         opset = helper.make_opsetid("", 13)
         tiny = helper.make_model(graph, opset_imports=[opset], ir_version=8).SerializeToString()
-        check_made(self._session(onnxruntime, tiny), self.placement)
+        check_made(self._session(onnxruntime, tiny), self.provider)
 
     @property
     def missing(self) -> str | None:
@@ -103,7 +103,7 @@ class Runtime:
     def how(self) -> str:
         """Provider and threads of a run, for messages."""
         threads = self._options.get("intra_op_num_threads", 1)
-        return f"{self.placement.provider} with {threads} thread{'s' if threads != 1 else ''}"
+        return f"{self.provider.name} with {threads} thread{'s' if threads != 1 else ''}"
 
     def load(
         self,
@@ -132,16 +132,16 @@ class Runtime:
         may_go_on = self.limits.going_on(may_go_on)
         may_go_on()
         if accepted:
-            self.trials.add(graph.structure)
+            self.sandbox.add(graph.structure)
         else:
-            self.trials.check(model, graph.structure, may_go_on, waits=waits)
+            self.sandbox.check(model, graph.structure, may_go_on, waits=waits)
         try:
             session = self._session(onnxruntime, model, may_go_on)
         except TierstoreError:
             raise
         except Exception as error:  # ONNX Runtime has a class a status, and some are none of its own
             raise InvalidInput(f"ONNX Runtime refuses the model: {brief(error)}") from error
-        check_made(session, self.placement)
+        check_made(session, self.provider)
         bindings = wire(_signature(session, graph.scalars), features, tables)
         if graph.transforms:
             bindings = replace(bindings, misapplied=self._misapplied(onnxruntime, graph.transforms))
@@ -153,9 +153,9 @@ class Runtime:
             SessionLimits(
                 self.limits,
                 int(self._settings.dense_memory),
-                shrinks=not self._options.get("enable_cpu_mem_arena", True) and self.placement.provider == CPU_PROVIDER,
+                shrinks=not self._options.get("enable_cpu_mem_arena", True) and self.provider.name == CPU_PROVIDER,
             ),
-            self.placement,
+            self.provider,
         )
 
     def _misapplied(self, onnxruntime: Any, transforms: frozenset[PostTransform]) -> tuple[PostTransform, ...]:
@@ -169,7 +169,7 @@ class Runtime:
         return tuple(one for one in sorted(transforms) if not self._as_specified[one])
 
     def _session(self, onnxruntime: Any, model: bytes, may_go_on: Callable[[], None] = lambda: None) -> Any:
-        session = make_session(onnxruntime, model, self._plan, may_go_on)
+        session = make_session(onnxruntime, model, self._session_settings, may_go_on)
         session.disable_fallback()  # else ONNX Runtime would use the CPU for good after one failed run
         return session
 
@@ -183,7 +183,7 @@ def _session_options(given: Mapping[str, str]) -> dict[str, Any]:
     options: dict[str, Any] = {}
     for name, value in given.items():
         if name.startswith(CUDA):
-            continue  # of the placement
+            continue  # of the provider
         if name == _DENORMALS:
             # ONNX Runtime sets it once in a process, for the thread that makes the first session and for those that
             # this one starts (issue 17011 of its tracker): rows and the caller's own numbers would be cut, and whether
@@ -216,13 +216,13 @@ def _session_options(given: Mapping[str, str]) -> dict[str, Any]:
     return options
 
 
-def _plan(settings: Settings, placement: DensePlacement, options: Mapping[str, Any]) -> SessionPlan:
-    on_cpu = placement.provider == CPU_PROVIDER
+def _session_settings(settings: Settings, provider: DenseProvider, options: Mapping[str, Any]) -> SessionSettings:
+    on_cpu = provider.name == CPU_PROVIDER
     fields = {name: value for name, value in options.items() if "." not in name}
     if on_cpu:  # with a limit there is an arena in any case; where it is to keep nothing each run gives its memory back
         fields["enable_cpu_mem_arena"] = True
-    return SessionPlan(
-        providers=placement.providers,
+    return SessionSettings(
+        providers=provider.providers,
         memory_bytes=int(settings.dense_memory) if on_cpu else None,
         entries=dict.fromkeys(_SPINNING, "0") | {name: value for name, value in options.items() if "." in name},
         **fields,

@@ -19,7 +19,7 @@ from tierstore.errors import InferenceError, InvalidInput, Overloaded, Tierstore
 from tierstore.kernels.codec import address_of
 from tierstore.predict.binding import ALIGNMENT, Bindings, FeatureInput, Run, Structure
 from tierstore.predict.limits import SessionLimits
-from tierstore.predict.placement import ON_CPU, DensePlacement
+from tierstore.predict.provider import ON_CPU, DenseProvider
 from tierstore.predict.signature import BYTES, Shape, Signature
 
 Array = npt.NDArray[Any]
@@ -110,16 +110,16 @@ class DenseSession:
         buffers_bytes: int,
         counts: DenseCounts,
         limits: SessionLimits,
-        placement: DensePlacement = ON_CPU,
+        provider: DenseProvider = ON_CPU,
     ) -> None:
-        self.bindings, self.limits, self._placement = bindings, limits, placement
+        self.bindings, self.limits, self._provider = bindings, limits, provider
         self.signature: Signature = bindings.signature
         self.loose: frozenset[str] = frozenset()  # outputs whose shapes differ from those declared
-        self._answered: dict[str, Shape] = {}  # their shapes in trials, with -1 for sizes that differed
+        self._answered: dict[str, Shape] = {}  # their shapes in warm-up runs, with -1 for sizes that differed
         self.warmed = 0  # requests run before it serves
         self._session, self._counts, self._limit = session, counts, buffers_bytes
         self._bindable = all(tensor.datatype != BYTES for tensor in self.signature.inputs)
-        self._on_device = placement is not ON_CPU
+        self._on_device = provider is not ON_CPU
         # of the latest shapes and structures; threads that race set equal ones
         self._plans: dict[tuple[Any, ...], Run] = {}
         self._structures: dict[tuple[Any, ...], Structure] = {}
@@ -169,7 +169,7 @@ class DenseSession:
     @property
     def rows_on(self) -> str | None:
         """The device (`gpu:0`) on which rows may be bound to a run; None: rows come in CPU memory."""
-        return self._placement.device if self._bindable else None
+        return self._provider.device if self._bindable else None
 
     # --- buffers
 
@@ -267,7 +267,7 @@ class DenseSession:
         """Run with bound memory: rows are read where the look-up has put them, outputs are
         written into the caller's arrays.
         """
-        bind, place = self._session.io_binding(), self._placement
+        bind, place = self._session.io_binding(), self._provider
         for name, array in (*slot.arrays(self.bindings.features).items(), *inputs.items()):
             bind.bind_input(name, "cpu", 0, array.dtype, run.inputs[name], address_of(array))
         for name, (address, _) in slot.bound.items():

@@ -22,7 +22,7 @@ _SPECIFIED: dict[str, Callable[[npt.NDArray[np.float64]], npt.NDArray[np.float64
     "LOGISTIC": lambda margins: 1 / (1 + np.exp(-margins)),
     "SOFTMAX": lambda margins: np.exp(margins) / np.exp(margins).sum(),
 }
-_MARGINS = (0.5, -0.25)  # of the trial
+_MARGINS = (0.5, -0.25)  # that the probe gets
 _ATOL = 1e-5
 
 
@@ -35,7 +35,7 @@ class PostTransform(NamedTuple):
 
 
 def transforms_of(nodes: Iterable[Any]) -> frozenset[PostTransform]:
-    """The post-transforms among these nodes of which a trial knows the answer."""
+    """The post-transforms among these nodes whose answer a probe knows."""
     found = set()
     for node in nodes:
         if node.domain != _DOMAIN or node.op_type not in _TARGETS:
@@ -63,7 +63,7 @@ def is_as_specified(of: PostTransform, answer: Callable[[bytes], Any]) -> bool:
     node = helper.make_node(of.operator, ["x"], ["y"], domain=_DOMAIN, **attributes)
     sizes = {"x": 1, "y": len(margins)}
     ports = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, size]) for name, size in sizes.items()]
-    graph = helper.make_graph([node], "trial", ports[:1], ports[1:])
+    graph = helper.make_graph([node], "probe", ports[:1], ports[1:])
     opsets = [helper.make_opsetid("", 13), helper.make_opsetid(_DOMAIN, 5 if latest else 3)]
     got = answer(helper.make_model(graph, opset_imports=opsets, ir_version=8).SerializeToString())
     return bool(np.allclose(np.ravel(got), _SPECIFIED[of.transform](np.array(margins)), rtol=0, atol=_ATOL))

@@ -21,7 +21,7 @@ _PROBED, _PROBED_AGAIN = (
     5,
 )  # rows of the run that is compared with the declared shapes: a size that is hardly ever fixed
 _BATCHES = (1, 32)
-_MIXED, _LARGER, _MIXED_RTOL = 8, 50, 1e-3  # of the trial of rows that are answered alike whoever is beside them
+_MIXED, _LARGER, _MIXED_RTOL = 8, 50, 1e-3  # of the check of rows that are answered alike whoever is beside them
 _OTHER = 4  # for free sizes other than the first
 
 RowsOf = Callable[[FeatureInput, Shape], Array]
@@ -56,7 +56,7 @@ def warm(session: DenseSession, rows_of: RowsOf, pause: Callable[[], None]) -> N
 
 
 def mixes_rows(session: DenseSession) -> bool:
-    """Whether a row's answer depends on the other rows of its batch, as far as a trial shows.
+    """Whether a row's answer depends on the other rows of its batch, as far as a few runs show.
 
     Two batches of made-up rows, of which the first half is equal, and the others are much larger in one. Quantization
     of a whole batch at run time (`DynamicQuantizeLinear`) shows, and so do norms and means over it. False for a graph

@@ -4,7 +4,7 @@ Python's module `ssl` does not give its sessions away. Here they are addresses, 
 call: those of the library that the module uses if it is a shared one, else of the system's. Only public functions of
 OpenSSL 1.1.1 and 3 are called.
 
-A `Context` may be used by any thread; a `Session` by one at a time.
+A `Context` may be used by any thread; a `TlsSession` by one at a time.
 """
 
 from __future__ import annotations
@@ -221,16 +221,16 @@ class Context:
         """When its certificate expires, on the wall clock."""
         return _end_of(self._lib.SSL_CTX_get0_certificate(self._at))
 
-    def session(self, fd: int) -> Session:
+    def session(self, fd: int) -> TlsSession:
         """A session for a connection whose client begins with its handshake."""
         at = self._lib.SSL_new(self._at)
         if not at or self._lib.SSL_set_fd(at, fd) != 1:
             self._lib.SSL_free(at)
             raise MemoryError("no memory for a connection")
-        return Session(at)
+        return TlsSession(at)
 
 
-class Session:
+class TlsSession:
     """TLS on a non-blocking connection: an `SSL *` by its address. Its owner frees it (`close`), or gives it away
     (`detach`).
 
@@ -285,7 +285,7 @@ class Session:
             self._lib.X509_free(found)
             self._lib.ERR_clear_error()
 
-    def moved(self, fd: int) -> Session:
+    def moved(self, fd: int) -> TlsSession:
         """The same session, after the connection has become the descriptor `fd`."""
         if self._lib.SSL_set_fd(self._at, fd) != 1:
             raise MemoryError("no memory for a connection")

@@ -1,5 +1,5 @@
-"""What becomes of a plan: when its designs run out as rows and requests grow, and which of what it was given
-moves the price most. Any thread.
+"""The outlook of a plan: when its designs run out as rows and requests grow, and which of what it was given moves the
+price most. Any thread.
 """
 
 from __future__ import annotations

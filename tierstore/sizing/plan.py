@@ -14,7 +14,7 @@ from tierstore.formats.row_times import TIME_BYTES
 from tierstore.sizing.prices import ASSUMED, Kind, Prices
 from tierstore.sizing.reuse import ADS, Measured, Reuse, hit_rate
 from tierstore.tiers.disk.block_shape import block_shape
-from tierstore.tiers.host.layout import ALL_ROWS
+from tierstore.tiers.host.table_layout import ALL_ROWS
 from tierstore.types import StorageDtype
 
 GIB = 1 << 30

@@ -1,4 +1,4 @@
-"""How unevenly keys are looked up, and what part of the look-ups a cache of the hottest rows answers.
+"""Skew of look-ups: how unevenly keys are looked up, and the hit rate of a cache of the hottest rows.
 
 Immutable values; any thread.
 """

@@ -1,4 +1,4 @@
-"""A plan beside a running service: what it says of a table as it is served now, and what the service measured.
+"""Compares a plan with a running service: what it says of a table as it is served now, and what the service measured.
 
 Pure functions.
 """

@@ -1,4 +1,4 @@
-"""What a module does with its tables: runs of it, unchanged, and what a service would look up in its place.
+"""Traces what a module does with its tables: runs of it, unchanged, and what a service would look up in its place.
 
 For the thread that trains.
 """

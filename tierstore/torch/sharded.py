@@ -22,7 +22,7 @@ from torch import distributed as dist
 from tierstore.errors import Conflict, DeltaError, InvalidInput, NotFound, SequenceGap, TierstoreError, TooLarge
 from tierstore.formats import files
 from tierstore.formats.delta.writer import DeltaWriter
-from tierstore.formats.times import Moment
+from tierstore.formats.times import TimeLike
 from tierstore.torch.tables import BATCH_ROWS, managed_collisions_of
 from tierstore.types import check_name
 
@@ -117,7 +117,7 @@ class ShardedPublisher:
         """The newest delta that the service has of the model: the `delta_seq` of a snapshot that is written now."""
         return self._seq or 0
 
-    def publish(self, *, dense: str | Path | bytes | None = None, event_time: Moment | None = None) -> Published:
+    def publish(self, *, dense: str | Path | bytes | None = None, event_time: TimeLike | None = None) -> Published:
         """Send all rows that were looked up since the last acknowledged delta, as they are now, as one delta.
 
         Call it after the optimizer's step. dense: a new dense part, of rank 0. On return the delta is durable and
@@ -214,7 +214,7 @@ class ShardedPublisher:
         rows: dict[str, RowIds],
         vectors: dict[str, Any],
         dense: str | Path | bytes | None,
-        event_time: Moment | None,
+        event_time: TimeLike | None,
     ) -> int:
         """Send what is unsent, then a delta of these rows. Returns the newest seq, once that is acknowledged."""
         if self._journal is None:

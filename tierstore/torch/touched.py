@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tierstore.errors import InvalidInput
 from tierstore.formats.delta.writer import DeltaWriter
-from tierstore.formats.times import Moment
+from tierstore.formats.times import TimeLike
 from tierstore.torch.tables import BATCH_ROWS, check_collections, check_table, checked_keys, tables_of, weight_rows
 
 
@@ -180,7 +180,7 @@ def write_delta(
     *,
     model: str,
     seq: int,
-    event_time: Moment | None = None,
+    event_time: TimeLike | None = None,
     base_version: int | None = None,
     dense: str | Path | bytes | None = None,
     flush: bool = False,

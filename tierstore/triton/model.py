@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from tierstore.errors import ConfigError, Unreachable
 from tierstore.service.error_status import grpc_status, log_failure, message_of
-from tierstore.triton.sources import Arrays, Source, source_of, until
+from tierstore.triton.answerers import Answerer, Arrays, answerer_of, until
 
 _BYTES = "TYPE_STRING"
 _CODES = {
@@ -52,7 +52,7 @@ class _Received:
 class TritonPythonModel:
     """Look-ups and predictions of one tierstore model. Its parameters are in `config.pbtxt`, see docs/triton.md."""
 
-    _source: Source | None = None
+    _answerer: Answerer | None = None
 
     def initialize(self, args: dict[str, str]) -> None:
         """Find what answers, and wait until it does. Raises what keeps the model from being loaded."""
@@ -70,9 +70,9 @@ class TritonPythonModel:
             )
         self._batches = config["max_batch_size"] > 0
         self._on_gpu = args.get("model_instance_kind") == "GPU"
-        self._source = source = source_of(parameters, self._model)
+        self._answerer = answerer = answerer_of(parameters, self._model)
         try:
-            until(lambda: source.check(), Unreachable)
+            until(lambda: answerer.check(), Unreachable)
         except BaseException:
             self.finalize()
             raise
@@ -93,8 +93,8 @@ class TritonPythonModel:
 
     def finalize(self) -> None:
         """End what answers, if it is of this process."""
-        if self._source is not None:
-            self._source.close()
+        if self._answerer is not None:
+            self._answerer.close()
 
     # --- one step each
 
@@ -139,9 +139,9 @@ class TritonPythonModel:
         return [self._answer(one) for one in received]  # one by one also where one of them is wrong: the others are not
 
     def _answer(self, received: _Received) -> Arrays | Exception:
-        assert self._source is not None
+        assert self._answerer is not None
         try:
-            return self._source.answer(received.inputs, received.outputs, received.timeout_us, on_gpu=self._on_gpu)
+            return self._answerer.answer(received.inputs, received.outputs, received.timeout_us, on_gpu=self._on_gpu)
         except Exception as error:  # noqa: BLE001 - it is the answer to this request alone
             return error
 

@@ -15,7 +15,7 @@ from tests.engine.lifecycle.test_start import SMALL, item, loaded
 from tests.engine.test_store import folded
 from tests.formats.disks import ForgetfulDisk
 from tierstore.engine.deltas.log import DeltaLog, NewEntry
-from tierstore.engine.serving.record import StateRecord
+from tierstore.engine.serving.state_file import StateFile
 from tierstore.errors import Corruption, NotReady, SnapshotError, StorageError, TierstoreError
 from tierstore.formats import files
 from tierstore.formats.names import ModelDirectory
@@ -181,7 +181,7 @@ def test_a_log_that_begins_again_earlier_looks_whole_after_power_failed(tmp_path
     disk = ForgetfulDisk(tmp_path)
     with files.use(disk):
         files.make_dir(where.log)
-        log = DeltaLog(where, StateRecord(where, "ctr"))
+        log = DeltaLog(where, StateFile(where, "ctr"))
         log.restart(0)
         for seq in range(1, 6):
             log.append(NewEntry(seq, b"delta", f"{seq:016x}"))
@@ -191,5 +191,5 @@ def test_a_log_that_begins_again_earlier_looks_whole_after_power_failed(tmp_path
             disk.fsync_dir(folder)
         log.restart(2)
         disk.lose_power()
-        again = DeltaLog(where, StateRecord(where, "ctr"))
+        again = DeltaLog(where, StateFile(where, "ctr"))
     assert (again.damage, again.last) == ([], 2)

@@ -35,7 +35,7 @@ def bomb(seq: int, value: float = 0.0) -> bytes:
 def test_what_a_delta_claims_is_reserved_before_it_is_decoded(store, tmp_path, monkeypatch):
     store.load_snapshot(scenes.write_snapshot(tmp_path))
     data = bomb(1)
-    needed = Undecoded(data).head.decoded_bytes
+    needed = Undecoded(data).header.decoded_bytes
     assert needed > 100 * len(data)
     decoding, decoded = store.shared.decoding, []
     decode = Undecoded.decode
@@ -62,9 +62,9 @@ def test_what_a_delta_claims_is_reserved_before_it_is_decoded(store, tmp_path, m
 def test_deleted_rows_are_reserved_as_well(store, tmp_path):
     store.load_snapshot(scenes.write_snapshot(tmp_path))
     data = scenes.delta(1, {"item": ([1], scenes.vectors("item", 1, [1]))}, {"item": range(2, 100_000)})
-    head, decoding = Undecoded(data).head, store.shared.decoding
+    header, decoding = Undecoded(data).header, store.shared.decoding
     more = 99_999 * 4 * scenes.DIM["item"]
-    with decoding.reserved(decoding.total - head.decoded_bytes - more + 1), pytest.raises(Overloaded):
+    with decoding.reserved(decoding.total - header.decoded_bytes - more + 1), pytest.raises(Overloaded):
         store.apply_delta(data)
     assert store.apply_delta(data).applied
     with pytest.raises(TooLarge), decoding.reserved(decoding.total + 1):
@@ -77,7 +77,7 @@ def test_rows_that_are_gathered_and_encoded_are_reserved_as_well(store, tmp_path
     keys = range(100_000)
     data = scenes.delta(1, {"item": (keys, scenes.vectors("item", 1, keys))})
     rows = 100_000 * 4 * scenes.DIM["item"]
-    head, decoding, used = Undecoded(data).head, store.shared.decoding, []
+    header, decoding, used = Undecoded(data).header, store.shared.decoding, []
     encode = apply.encode_delta
 
     def counted(*args, **options):
@@ -86,20 +86,20 @@ def test_rows_that_are_gathered_and_encoded_are_reserved_as_well(store, tmp_path
 
     monkeypatch.setattr(apply, "encode_delta", counted)
     with (
-        decoding.reserved(decoding.total - head.decoded_bytes - rows),
+        decoding.reserved(decoding.total - header.decoded_bytes - rows),
         pytest.raises(Overloaded, match="being decoded"),
     ):
         store.apply_delta(data)
     assert used == []
     assert store.apply_delta(data).applied
-    assert used[0] >= head.decoded_bytes + 2 * rows
+    assert used[0] >= header.decoded_bytes + 2 * rows
     assert decoding.used == 0
 
 
 def test_a_delta_that_is_alone_may_have_what_it_takes(store, tmp_path, monkeypatch):
     store.load_snapshot(scenes.write_snapshot(tmp_path))
     data = scenes.delta(1, {"item": (range(1000), scenes.vectors("item", 1, range(1000)))})
-    monkeypatch.setattr(store.shared.decoding, "total", Undecoded(data).head.decoded_bytes)
+    monkeypatch.setattr(store.shared.decoding, "total", Undecoded(data).header.decoded_bytes)
     assert store.apply_delta(data).applied
     assert store.shared.decoding.used == 0
 
@@ -129,7 +129,7 @@ small, data = (open(path, "rb").read() for path in sys.argv[1:])
 read_delta(small)  # what is imported and compiled by it counts for nothing
 with open("/proc/self/clear_refs", "w") as file:
     file.write("5")  # the peak begins anew
-reserved, before = [Undecoded(data).head.decoded_bytes], memory("VmRSS")
+reserved, before = [Undecoded(data).header.decoded_bytes], memory("VmRSS")
 delta = read_delta(data, reserve=reserved.append)
 print(sum(reserved), memory("VmHWM") - before)
 """

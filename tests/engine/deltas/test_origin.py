@@ -8,7 +8,7 @@ import pytest
 
 from tierstore.engine.deltas import origin as origins
 from tierstore.engine.deltas.log import DeltaLog, NewEntry
-from tierstore.engine.serving.record import StateRecord
+from tierstore.engine.serving.state_file import StateFile
 from tierstore.errors import Corruption
 from tierstore.formats.names import ModelDirectory
 from tierstore.kafka.messages import digest_of
@@ -18,7 +18,7 @@ ORIGIN = {"source": "kafka", "topic": "deltas", "cluster": "c", "epoch": 1, "par
 
 
 def log_at(root: Path) -> DeltaLog:
-    return DeltaLog(ModelDirectory(root), StateRecord(ModelDirectory(root), "ctr"))
+    return DeltaLog(ModelDirectory(root), StateFile(ModelDirectory(root), "ctr"))
 
 
 def entries(root: Path) -> list[Path]:

@@ -14,7 +14,7 @@ from tests.engine import scenes
 from tests.engine.lifecycle.test_start import SMALL, item, loaded
 from tests.engine.test_store import folded
 from tierstore.engine.lifecycle import earlier_form
-from tierstore.engine.serving.document import RoutingRecord, StateDocument, read_document
+from tierstore.engine.serving.document import SavedRoutes, StateDocument, read_document
 from tierstore.engine.serving.order import ServingOrder
 from tierstore.engine.serving.undone import Undone
 from tierstore.engine.versions.info import VersionInfo
@@ -242,7 +242,7 @@ def test_golden_records_are_read(kind, tmp_path):
     assert read_document(where, "ctr") == StateDocument(
         serial=12 if kind == "document" else 0,
         versions=(1, 4) if kind == "document" else (1,),
-        routes=RoutingRecord(1, 2, 0.25, {"best": 1}),
+        routes=SavedRoutes(1, 2, 0.25, {"best": 1}),
         order=ServingOrder(((5, "withdrawn"), (3, "replaced"), (4, "rollback")) if kind == "document" else ()),
         undone=Undone().as_of(7, 9).with_line(4, 1) if kind == "document" else Undone(),
         log_start=0,

@@ -98,14 +98,14 @@ def test_a_merge_of_changed_rows_that_waits_for_deltas_publishes_nothing_until_i
         store.apply_delta(scenes.stamped(3, {"item": range(3000)}))
         assert folder.pressed
         monkeypatch.setattr(patches, "LIKE_SIZED", 2)
-        assert rows.needs_tidying()
+        assert rows.compaction_due()
         before = ctr.publisher.served
         for _ in range(3):
-            folder.tidy(lambda: False)
+            folder.compact(lambda: False)
         assert ctr.publisher.served is before
-        assert rows.needs_tidying()
+        assert rows.compaction_due()
     folded(store)
-    eventually(lambda: not rows.needs_tidying(), "they are merged")
+    eventually(lambda: not rows.compaction_due(), "they are merged")
 
 
 @pytest.mark.parametrize("by", ["hand", "itself"])

@@ -19,7 +19,7 @@ from tierstore.engine import store as store_module
 from tierstore.engine.deltas.replay import MOST_STALLS
 from tierstore.engine.lifecycle.opening import SWITCH_LAG
 from tierstore.errors import Closed, Conflict, NotFound, SnapshotError, TierstoreError
-from tierstore.ingest import plan
+from tierstore.ingest import load_plan
 from tierstore.threads import NEVER_S
 from tierstore.types import Progress
 
@@ -160,7 +160,9 @@ def test_readers_see_one_version_and_every_acknowledged_delta_through_switches(o
 
 
 def test_what_is_replaced_gives_its_memory_back_and_what_is_dropped_its_disk(open_store, tmp_path, monkeypatch):
-    monkeypatch.setattr(plan, "SMALL_BYTES", 1 << 30)  # what loads hold is counted too, and no process starts for each
+    monkeypatch.setattr(
+        load_plan, "SMALL_BYTES", 1 << 30
+    )  # what loads hold is counted too, and no process starts for each
     store = open_store(host_budget="128MiB", keep_versions=9)
     budget = store.shared.host_budget
     sizes = []

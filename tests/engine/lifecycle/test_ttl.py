@@ -29,7 +29,7 @@ from tests.engine.ttl_scenes import (
     write,
 )
 from tierstore.engine.lifecycle import expiry
-from tierstore.engine.operations.sample import sample
+from tierstore.engine.operations.sampled_digests import sampled_digests
 from tierstore.formats.row_times import TIME_BYTES, from_rows
 from tierstore.ingest import bulkload
 from tierstore.types import Tier
@@ -429,7 +429,7 @@ def test_a_sample_counts_rows_as_absent_that_are_expired_by_then(
     def sampled(days: float | None) -> dict[str, Any]:
         at_s = None if days is None else int(NOW + days * DAY)
         keys = {"user": [399, 398, 3, 2, 2, 1, 0, 10**6], "item": [1, 2]}
-        return sample(store.model("ctr"), None, keys, 0, at_s)["tables"]  # type: ignore[no-any-return]
+        return sampled_digests(store.model("ctr"), None, keys, 0, at_s)["tables"]  # type: ignore[no-any-return]
 
     assert [sampled(days)["user"]["found"] for days in (None, 0, 6, 29, 31, 51)] == [6, 6, 4, 4, 1, 0]
     assert sampled(51)["item"] == sampled(None)["item"]

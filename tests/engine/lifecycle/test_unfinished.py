@@ -17,7 +17,7 @@ import tierstore
 from tests.engine import scenes
 from tierstore.engine.store import Store
 from tierstore.errors import Conflict, LoadCancelled
-from tierstore.ingest import plan
+from tierstore.ingest import load_plan
 from tierstore.types import Progress
 
 ROWS = 200_000
@@ -28,11 +28,11 @@ SETTINGS = {"host_budget": "4MiB", "load_workers": 2, "load_memory": "16MiB", "d
 PROGRAM = """
 import os, signal, sys
 import tierstore
-from tierstore.ingest import bulkload, helpers, plan
+from tierstore.ingest import bulkload, helpers, load_plan
 
 helpers._lower_priority = lambda _: None  # else they would wait for the tests of other processes
 data, source, phase, count = sys.argv[1:]
-plan._FILE_BYTES = plan.MIN_RANGE_BYTES = 1 << 20
+load_plan._FILE_BYTES = load_plan.MIN_RANGE_BYTES = 1 << 20
 seen = 0
 
 class Journal(bulkload.Journal):
@@ -88,8 +88,8 @@ def killed(tmp_path: Path, source: Path, phase: str, count: int = 0) -> None:
 
 @pytest.fixture(autouse=True)
 def _many_small_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "_FILE_BYTES", 1 << 20)
-    monkeypatch.setattr(plan, "MIN_RANGE_BYTES", 1 << 20)
+    monkeypatch.setattr(load_plan, "_FILE_BYTES", 1 << 20)
+    monkeypatch.setattr(load_plan, "MIN_RANGE_BYTES", 1 << 20)
 
 
 def first_steps(store: Store, source: Path) -> dict[str, Progress]:
@@ -130,7 +130,7 @@ def test_a_service_that_is_killed_while_it_loads_goes_on_when_the_snapshot_is_lo
     assert right(store)
     assert store.status()["models"][MODEL]["unfinished"] == {}
     assert not (model.where.version(2).journal).exists()
-    assert not model.state.record.document.loads
+    assert not model.state.file.document.loads
     assert store.verify().ok
     with pytest.raises(Conflict, match="there already"):
         store.load_snapshot(source)

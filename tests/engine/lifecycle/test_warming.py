@@ -132,8 +132,8 @@ def test_tables_are_warmed_side_by_side(open_store, root):
         warm_up = warming.WarmUp(view.open_version, store.model("ctr").publisher)
         while not warm_up.over:
             assert warm_up.step(view, BATCH)
-            shares = [plan.done / plan.total for plan in warm_up._plans]
-            assert max(shares) - min(shares) <= BATCH / min(plan.total for plan in warm_up._plans)
+            shares = [warmup.done / warmup.total for warmup in warm_up._warmups]
+            assert max(shares) - min(shares) <= BATCH / min(warmup.total for warmup in warm_up._warmups)
         assert warm_up.step(view, BATCH) == 0
 
 

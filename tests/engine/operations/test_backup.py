@@ -181,7 +181,7 @@ def test_a_file_that_was_cut_off_there_is_written_again(loaded, tmp_path) -> Non
     loaded.backup("ctr", tmp_path / "out")
     largest = max((tmp_path / "out/ctr/files").iterdir(), key=lambda path: path.stat().st_size)
     content = largest.read_bytes()
-    largest.unlink()  # it is a second name of the store's own file
+    largest.unlink()  # it is a hard link to the store's own file
     largest.write_bytes(content[:100])
     assert loaded.backup("ctr", tmp_path / "out").new_bytes >= len(content)
     check_restored(tmp_path / "out", tmp_path / "other", answers(loaded), 3)

@@ -16,7 +16,7 @@ from tests.formats.disks import FailingDisk
 from tierstore.engine.store import Store
 from tierstore.errors import StorageError
 from tierstore.formats import files
-from tierstore.ingest import plan
+from tierstore.ingest import load_plan
 
 KEYS = list(range(0, 500, 7))
 ROWS = {"user": 500, "item": 1000}
@@ -115,7 +115,7 @@ def test_a_file_operation_that_fails_in_a_helper_costs_that_load_alone(
     (tmp_path / "site").mkdir()
     (tmp_path / "site/sitecustomize.py").write_text(IN_HELPERS)
     with monkeypatch.context() as patch:
-        patch.setattr(plan, "SMALL_BYTES", -1)
+        patch.setattr(load_plan, "SMALL_BYTES", -1)
         patch.syspath_prepend(tmp_path / "site")
         patch.setenv("FAIL_AT", str(at))
         assert not scene.load(2)

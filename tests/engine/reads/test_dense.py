@@ -220,7 +220,7 @@ def test_a_delta_for_a_version_that_does_not_serve_must_fit_that_one(store, tmp_
     store.apply_delta(served(3, seq=1, base_version=2))
     assert store.model("ctr").signature.outputs[0].name == "stamp"
     with store.model("ctr").view() as view:
-        assert view.predictor is view.open_version.heads[""].predictor, "the delta is not for this version"
+        assert view.session is view.open_version.heads[""].session, "the delta is not for this version"
     store.activate("ctr", 2)
     assert answered(store.model("ctr").predict(ASK)) == 3
 
@@ -291,15 +291,15 @@ def test_a_new_dense_part_is_ready_before_the_delta_is_logged(store, tmp_path, m
 def test_the_session_of_a_dense_part_goes_with_its_last_view(store, tmp_path):
     store.load_snapshot(scenes.write_snapshot(tmp_path, dense=om.telltale(0, TELLTALE)))
     with store.model("ctr").view() as view:
-        first = weakref.ref(view.predictor)
+        first = weakref.ref(view.session)
         store.apply_delta(served(1, seq=1))
-        assert view.predictor.signature.outputs[0].name == "stamp"
+        assert view.session.signature.outputs[0].name == "stamp"
     del view
     folded(store)
     gc.collect()
     assert first() is None
     with store.model("ctr").view() as view:
-        second = weakref.ref(view.predictor)
+        second = weakref.ref(view.session)
     del view
     store.load_snapshot(scenes.write_snapshot(tmp_path, 2, delta_seq=1, dense=om.telltale(7, TELLTALE)))
     store.model("ctr").state.retiring.wait_closed(1, 60)
@@ -315,10 +315,10 @@ def test_recorded_requests_run_before_a_version_serves(open_store, tmp_path):
     ]
     store.load_snapshot(scenes.write_snapshot(tmp_path, dense=om.telltale(0, TELLTALE), requests=inputs))
     with store.model("ctr").view() as view:
-        assert view.predictor.warmed == 2
+        assert view.session.warmed == 2
     store.apply_delta(served(1, seq=1))
     with store.model("ctr").view() as view:
-        assert view.predictor.warmed == 2, "so does a new dense part"
+        assert view.session.warmed == 2, "so does a new dense part"
     with pytest.raises(DeltaError, match=r"recorded request fails: .* no input 'user_id'; its inputs are item_id"):
         store.apply_delta(scenes.delta(2, dense=om.linear({"item_id": np.ones(8)})))
     bad = {"user_id": [1], "clicked": [1, 2]}
@@ -329,7 +329,7 @@ def test_recorded_requests_run_before_a_version_serves(open_store, tmp_path):
     assert answered(store.model("ctr").predict(ASK)) == 1
     store.close()
     with open_store().model("ctr").view() as view:
-        assert view.predictor.warmed == 2, "and after a restart"
+        assert view.session.warmed == 2, "and after a restart"
 
 
 def test_swaps_and_new_dense_parts_under_load_fail_no_request_and_mix_no_answer(store, tmp_path):
@@ -383,7 +383,7 @@ def test_a_canary_has_its_own_dense_part_and_a_delta_brings_one_to_both(open_sto
         store.apply_delta(scenes.delta(3, dense=b"no graph"))
     store.apply_delta(served(3, seq=3))
     with model.view(1) as active, model.view(2) as canary:
-        assert active.predictor is not canary.predictor
+        assert active.session is not canary.session
     assert [answered(model.predict(ASK, version=number)) for number in (1, 2)] == [3, 3]
     assert {answered(model.predict(ASK)) for _ in range(20)} == {3}
     assert state(store, 2) == "served"

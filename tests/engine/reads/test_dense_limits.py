@@ -12,14 +12,14 @@ import pytest
 from tests.engine import scenes
 from tests.predict import onnx_models as om
 from tierstore.errors import Closed, DeltaError, LoadCancelled, Overloaded, RunLimit, SnapshotError, TierstoreError
-from tierstore.predict import making, trials
+from tierstore.predict import making, sandbox
 
 pytestmark = pytest.mark.usefixtures("quick_loads")
 
 ENDLESS = {"user_id": np.array([1])}
 GOOD = om.linear({"user_id": np.ones(4)})
 ENDLESS_TO_MAKE = om.folding(5000, 400)  # minutes
-TRY_GRAPH = trials.try_graph  # before `quick_loads` replaces it
+TRY_GRAPH = sandbox.try_graph  # before `quick_loads` replaces it
 BAD = [(om.looping(), "longer than the 0.5 s"), (om.swelling(800_000_000), "no memory")]
 
 
@@ -89,9 +89,9 @@ def tried(monkeypatch) -> list[subprocess.Popen[bytes]]:
         processes.append(real_start(*files))
         return processes[-1]
 
-    real_start = trials._start
-    monkeypatch.setattr(trials, "try_graph", TRY_GRAPH)
-    monkeypatch.setattr(trials, "_start", start)
+    real_start = sandbox._start
+    monkeypatch.setattr(sandbox, "try_graph", TRY_GRAPH)
+    monkeypatch.setattr(sandbox, "_start", start)
     return processes
 
 
@@ -134,7 +134,9 @@ def test_deltas_whose_graphs_are_never_ready_hold_no_other_model_up_and_a_close_
     threads = [threading.Thread(target=apply, args=[float(number)]) for number in range(4)]
     for thread in threads:
         thread.start()
-    scenes.eventually(lambda: len(errors) == 4 - trials.AT_ONCE and len(tried) == before + trials.AT_ONCE, "two trials")
+    scenes.eventually(
+        lambda: len(errors) == 4 - sandbox.AT_ONCE and len(tried) == before + sandbox.AT_ONCE, "two trials"
+    )
     assert store.apply_delta(scenes.delta(1, model="cvr", dense=om.linear({"user_id": np.zeros(4)}))).applied
     store.close()
     for thread in threads:

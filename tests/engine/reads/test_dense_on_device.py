@@ -20,7 +20,7 @@ from tests.tiers.cuda_shim.backend import ShimDevice
 from tierstore.engine.store import Store
 from tierstore.errors import InferenceError, InvalidInput, StorageError
 from tierstore.predict import runtime
-from tierstore.predict.placement import CPU_PROVIDER, DensePlacement
+from tierstore.predict.provider import CPU_PROVIDER, DenseProvider
 from tierstore.predict.session import DenseSession, Slot
 from tierstore.service.dataplane.inference import DataPlane, Request
 from tierstore.service.dataplane.tensors import TensorSpec
@@ -68,7 +68,7 @@ def bound(monkeypatch: pytest.MonkeyPatch) -> Bound:
 def with_device(open_store: Callable[..., Store], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Store]:
     monkeypatch.setattr(gpu, "find_backend", lambda: (ShimDevice(number=0), None))
     monkeypatch.setattr(gpu, "MIN_BUDGET", 100 << 10)
-    monkeypatch.setattr(runtime, "placement_of", lambda settings: DensePlacement(CPU_PROVIDER, "cpu", "gpu:0"))
+    monkeypatch.setattr(runtime, "provider_of", lambda settings: DenseProvider(CPU_PROVIDER, "cpu", "gpu:0"))
     return lambda **options: open_store(**{"device_budget": "4MiB"} | options)
 
 
@@ -176,7 +176,7 @@ def test_outputs_of_no_fixed_size_come_from_rows_on_the_device(
 def test_an_output_that_breaks_its_word_is_known_the_second_time(
     with_device: Callable[..., Store], tmp_path: Path, bound: Bound, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tierstore.engine.deltas.dense.warm", lambda *_: None)
+    monkeypatch.setattr("tierstore.engine.deltas.dense_parts.warm", lambda *_: None)
     ports = {"user_id": (om.FLOAT, ["n", 4])}
     graph = om.build([om.node("Concat", "user_id user_id", "twice", axis=0)], ports, {"twice": (om.FLOAT, ["n", 4])})
     store = with_device()

@@ -175,7 +175,7 @@ def test_a_request_is_recorded_for_one_head(open_store: OpenStore, tmp_path: Pat
     store.load_snapshot(tmp_path / "s")
     for _ in range(2):
         with store.model("ctr").view() as view:
-            assert [view.under(head).predictor.warmed for head in ("", "cvr")] == [1, 2]
+            assert [view.under(head).session.warmed for head in ("", "cvr")] == [1, 2]
         store.close()
         store = open_store()
     with pytest.raises(DeltaError, match=r"the dense part 'cvr' cannot be served: .*the recorded request fails"):

@@ -12,7 +12,7 @@ import tierstore
 from tests.counts import few_or_many
 from tests.engine import scenes
 from tests.engine.lifecycle.test_switch import BASE, STREAMED, Crew, Stream, open_versions, snapshot, stamps, until
-from tierstore.engine.serving.document import RoutingRecord, read_document
+from tierstore.engine.serving.document import SavedRoutes, read_document
 from tierstore.errors import Conflict, DeltaError, InvalidInput, NotFound, NotReady, Overloaded, TooLarge
 
 pytestmark = pytest.mark.usefixtures("quick_loads")
@@ -361,7 +361,7 @@ def test_whatever_else_changes_the_active_version_withdraws_the_canary(store, tm
     expected = {"rollback": [1], "load": [4], "activate": [3], "deactivate": []}[verb]
     assert [*ctr.served.versions] == expected
     until(store, lambda: open_versions(store) == expected)
-    assert read_document(ctr.where, "ctr").routes == RoutingRecord(*expected)
+    assert read_document(ctr.where, "ctr").routes == SavedRoutes(*expected)
 
 
 def test_a_served_canary_is_not_dropped_nor_taken_for_surplus(open_store, tmp_path):

@@ -15,15 +15,15 @@ import tierstore
 from tests.engine import scenes
 from tests.engine.test_faults import KEYS, PowerCut, Rows, numbers, same
 from tests.formats.disks import FailingDisk
-from tierstore.engine.serving.document import RoutingRecord
+from tierstore.engine.serving.document import SavedRoutes
 from tierstore.errors import TierstoreError
 from tierstore.formats import files
 
 pytestmark = pytest.mark.usefixtures("quick_loads")
 
 
-def routes(store: tierstore.Store) -> RoutingRecord:
-    return RoutingRecord.for_routing(store.model("ctr").served)
+def routes(store: tierstore.Store) -> SavedRoutes:
+    return SavedRoutes.for_routing(store.model("ctr").served)
 
 
 def rows_of(store: tierstore.Store) -> dict[int, Rows]:
@@ -180,17 +180,17 @@ def test_whenever_power_goes_it_is_done_or_was_never_begun(tmp_path, open_store,
     pytest.fail("never came to an end")
 
 
-def _after(prepare: Callable[[Scene], object], before: RoutingRecord) -> RoutingRecord:
+def _after(prepare: Callable[[Scene], object], before: SavedRoutes) -> SavedRoutes:
     """What an attempt that lost power may have come to all the same."""
     return {
-        canary: RoutingRecord(1, 2, 0.25, before.labels),
-        share: RoutingRecord(1, 2, 0.75, before.labels),
-        label: RoutingRecord(1, 2, 0.25, {**before.labels, "trial": 1}),
-        unlabel: RoutingRecord(1),
-        promote: RoutingRecord(2, labels={"trial": 2}),
-        withdraw: RoutingRecord(1, labels={"holdout": 1}),
-        activate_another: RoutingRecord(3),
-        deactivate: RoutingRecord(),
+        canary: SavedRoutes(1, 2, 0.25, before.labels),
+        share: SavedRoutes(1, 2, 0.75, before.labels),
+        label: SavedRoutes(1, 2, 0.25, {**before.labels, "trial": 1}),
+        unlabel: SavedRoutes(1),
+        promote: SavedRoutes(2, labels={"trial": 2}),
+        withdraw: SavedRoutes(1, labels={"holdout": 1}),
+        activate_another: SavedRoutes(3),
+        deactivate: SavedRoutes(),
     }[prepare]
 
 

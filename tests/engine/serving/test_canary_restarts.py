@@ -10,13 +10,13 @@ import pytest
 import tierstore
 from tests.engine import scenes
 from tests.engine.serving.test_canary import KEYS, both, rows
-from tierstore.engine.serving.document import RoutingRecord, read_document
+from tierstore.engine.serving.document import SavedRoutes, read_document
 from tierstore.errors import Conflict
 
 pytestmark = pytest.mark.usefixtures("quick_loads")
 
 
-def recorded(store: tierstore.Store) -> RoutingRecord:
+def recorded(store: tierstore.Store) -> SavedRoutes:
     """What the next start serves."""
     return read_document(store.model("ctr").where, "ctr").routes
 
@@ -55,7 +55,7 @@ def test_a_canary_that_is_damaged_at_start_is_reported_and_can_be_withdrawn(open
     assert recorded(store).canary == 2, "the next start may have more luck"
     assert store.withdraw("ctr") == 2
     assert ctr.problem is None
-    assert recorded(store) == RoutingRecord(1)
+    assert recorded(store) == SavedRoutes(1)
 
 
 def not_there(open_store, root: Path) -> tuple[tierstore.Store, Path, bytes]:

@@ -10,9 +10,9 @@ import pytest
 
 from tests.engine.test_faults import PowerCut
 from tests.formats.disks import FailingDisk
-from tierstore.engine.serving.document import RoutingRecord, StateDocument, read_document
+from tierstore.engine.serving.document import SavedRoutes, StateDocument, read_document
 from tierstore.engine.serving.order import ServingOrder
-from tierstore.engine.serving.record import StateRecord
+from tierstore.engine.serving.state_file import StateFile
 from tierstore.engine.serving.undone import Undone
 from tierstore.errors import Corruption, StorageError, TierstoreError
 from tierstore.formats import files
@@ -20,57 +20,57 @@ from tierstore.formats.names import ModelDirectory
 
 BEFORE = StateDocument(
     versions=(1, 2),
-    routes=RoutingRecord(2, 1, 0.25, {"best": 2}),
+    routes=SavedRoutes(2, 1, 0.25, {"best": 2}),
     order=ServingOrder(((3, "rollback"), (1, "replaced"))),
     undone=Undone().as_of(4, 9).with_line(2, 1),
     log_start=3,
     loads={4: "0123456789abcdef0123456789abcdef"},
     accepted={1: 7},
 )
-AFTER = replace(BEFORE, routes=RoutingRecord(1), log_start=5, loads={})
+AFTER = replace(BEFORE, routes=SavedRoutes(1), log_start=5, loads={})
 
 
 @pytest.fixture
 def where(tmp_path: Path) -> ModelDirectory:
     where = ModelDirectory(tmp_path / "ctr")
     files.make_dir(where.log)
-    StateRecord(where, "ctr").publish(BEFORE)
+    StateFile(where, "ctr").publish(BEFORE)
     return where
 
 
 def test_it_is_read_as_it_was_published_and_counts_its_publications(where: ModelDirectory) -> None:
     assert read_document(where, "ctr") == replace(BEFORE, serial=1)
-    record = StateRecord(where, "ctr")
-    record.publish(AFTER)
-    record.publish(replace(AFTER, versions=(1, 2, 3)))  # which means the same
+    state_file = StateFile(where, "ctr")
+    state_file.publish(AFTER)
+    state_file.publish(replace(AFTER, versions=(1, 2, 3)))  # which means the same
     assert read_document(where, "ctr") == replace(AFTER, serial=2)
-    record.check()
+    state_file.check()
 
 
 def test_what_is_amended_comes_to_disk_with_the_next_publication(where: ModelDirectory) -> None:
-    record = StateRecord(where, "ctr")
-    record.amend(record.document.without_version(1))
+    state_file = StateFile(where, "ctr")
+    state_file.amend(state_file.document.without_version(1))
     assert 1 in read_document(where, "ctr").order
-    record.publish(record.document)
+    state_file.publish(state_file.document)
     assert read_document(where, "ctr").order == ServingOrder(((3, "rollback"),))
     assert read_document(where, "ctr").accepted == {}
 
 
 @pytest.mark.parametrize("n", range(8))
 def test_a_failed_publication_leaves_the_one_before(where: ModelDirectory, n: int) -> None:
-    record = StateRecord(where, "ctr")
+    state_file = StateFile(where, "ctr")
     with files.use(disk := FailingDisk(n)):
         try:
-            record.publish(AFTER)
+            state_file.publish(AFTER)
         except StorageError:
-            assert record.document == replace(BEFORE, serial=1)
+            assert state_file.document == replace(BEFORE, serial=1)
         else:
             assert disk.operations <= n
-    record.repair()
-    assert read_document(where, "ctr").means_the_same(record.document)
-    record.publish(AFTER)
+    state_file.repair()
+    assert read_document(where, "ctr").means_the_same(state_file.document)
+    state_file.publish(AFTER)
     assert read_document(where, "ctr").means_the_same(AFTER)
-    assert read_document(where, "ctr").serial == record.document.serial
+    assert read_document(where, "ctr").serial == state_file.document.serial
 
 
 def test_a_document_that_cannot_be_put_back_is_in_doubt_until_it_can(where: ModelDirectory) -> None:
@@ -88,27 +88,27 @@ def test_a_document_that_cannot_be_put_back_is_in_doubt_until_it_can(where: Mode
             self.failed = True
             raise OSError(28, "injected failure")
 
-    record = StateRecord(where, "ctr")
+    state_file = StateFile(where, "ctr")
     with files.use(After()):
         with pytest.raises(StorageError):
-            record.publish(AFTER)
-        assert record.in_doubt
+            state_file.publish(AFTER)
+        assert state_file.in_doubt
         with pytest.raises(StorageError):
-            record.publish(replace(AFTER, log_start=6))
+            state_file.publish(replace(AFTER, log_start=6))
     assert read_document(where, "ctr").means_the_same(AFTER), "the failed one has the name"
-    assert record.document == replace(BEFORE, serial=1)
-    record.repair()
-    assert not record.in_doubt
+    assert state_file.document == replace(BEFORE, serial=1)
+    state_file.repair()
+    assert not state_file.in_doubt
     assert read_document(where, "ctr").means_the_same(BEFORE)
 
 
 @pytest.mark.parametrize("n", range(8))
 def test_wherever_power_goes_it_is_the_one_before_or_the_next(where: ModelDirectory, tmp_path: Path, n: int) -> None:
     disk, done = PowerCut(n, tmp_path / "keep"), True
-    record = StateRecord(where, "ctr")
+    state_file = StateFile(where, "ctr")
     with files.use(disk):
         try:
-            record.publish(AFTER)
+            state_file.publish(AFTER)
         except TierstoreError:
             done = False
     disk.apply(where.root)
@@ -130,13 +130,13 @@ def test_no_byte_of_it_can_be_changed_unseen_nor_can_it_be_cut_short(where: Mode
 
 def test_beside_versions_or_deltas_a_missing_one_is_no_new_model(where: ModelDirectory) -> None:
     where.state.unlink()
-    assert StateRecord(where, "ctr").unreadable is None
+    assert StateFile(where, "ctr").unreadable is None
     for beside in (where.version(2, 1).root, where.log_entry(4, "0" * 16), where.log_end):
         beside.mkdir() if beside == where.version(2, 1).root else beside.write_bytes(b"")
-        record = StateRecord(where, "ctr")
-        assert "state.json is missing, beside" in str(record.unreadable)
+        state_file = StateFile(where, "ctr")
+        assert "state.json is missing, beside" in str(state_file.unreadable)
         with pytest.raises(Corruption, match="restore the model from a backup"):
-            record.publish(AFTER)
+            state_file.publish(AFTER)
         assert not where.state.exists()
         beside.rmdir() if beside.is_dir() else beside.unlink()
 
@@ -145,7 +145,7 @@ def test_a_document_that_was_mended_by_hand_without_its_checksum_is_read(where: 
     document = json.loads(where.state.read_text())
     del document["xxh3"]
     where.state.write_text(json.dumps(document | {"active": 1, "canary": None, "labels": {}}))
-    assert read_document(where, "ctr").routes == RoutingRecord(1)
+    assert read_document(where, "ctr").routes == SavedRoutes(1)
 
 
 @pytest.mark.parametrize(
@@ -165,8 +165,8 @@ def test_a_field_that_makes_no_sense_is_named(where: ModelDirectory, change: dic
 def test_of_a_node_that_follows_others_it_is_in_memory_alone(tmp_path: Path) -> None:
     where = ModelDirectory(tmp_path / "ctr")
     files.make_dir(where.version(2).root)
-    record = StateRecord(where, "ctr", durable=False)
-    record.publish(AFTER)
-    assert record.document.means_the_same(AFTER)
-    record.check()
+    state_file = StateFile(where, "ctr", durable=False)
+    state_file.publish(AFTER)
+    assert state_file.document.means_the_same(AFTER)
+    state_file.check()
     assert not where.state.exists()

@@ -54,7 +54,7 @@ def content(store: tierstore.Store, version: int | str = "stable") -> dict[str, 
         for feature in ("user_id", "item_id"):
             found[feature], found[f"{feature}.found"] = view.lookup(feature, KEYS, return_found=True)
         found["bags"] = view.lookup_bags("clicked", KEYS, np.arange(0, len(KEYS), 5))
-        if view.predictor is not None:
+        if view.session is not None:
             found["predicted"] = view.predict({"user_id": KEYS})
         return found
 

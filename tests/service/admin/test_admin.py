@@ -23,7 +23,7 @@ from tierstore.engine.store import Store
 from tierstore.engine.versions.version import Version
 from tierstore.errors import InvalidInput, Overloaded
 from tierstore.service.admin import routes
-from tierstore.service.admin.sources import check_still_there, resolve_source
+from tierstore.service.admin.allowed_places import check_still_there, resolve_source
 from tierstore.service.context import ADMIN_THREADS
 from tierstore.service.server import ServerThread
 

@@ -16,7 +16,7 @@ from tests.engine import scenes
 from tests.service.conftest import eventually, settings_for
 from tierstore.engine.store import Store
 from tierstore.errors import Conflict, InvalidInput
-from tierstore.service.admin.sources import resolve_target
+from tierstore.service.admin.allowed_places import resolve_target
 from tierstore.service.limits.jobs import Jobs
 from tierstore.service.server import ServerThread
 from tierstore.types import ExportReport

@@ -424,7 +424,7 @@ def seen(served: Served) -> dict[str, int]:
 
 
 def dense_runs(served: Served) -> int:
-    return int(served.store.model("ctr").publisher.current.predictor._counts.as_dict()["runs"])
+    return int(served.store.model("ctr").publisher.current.session._counts.as_dict()["runs"])
 
 
 def predicted(served: Served) -> int:

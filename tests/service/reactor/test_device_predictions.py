@@ -13,7 +13,7 @@ from tests.service.reactor.prediction_scenes import Drawn, OverGrpc, OverHttp, a
 from tests.service.reactor.test_predictions import compare_counts, predict_alike
 from tests.tiers.cuda_shim.backend import ShimDevice
 from tierstore.predict import runtime
-from tierstore.predict.placement import CPU_PROVIDER, DensePlacement
+from tierstore.predict.provider import CPU_PROVIDER, DenseProvider
 from tierstore.predict.session import Slot
 from tierstore.tiers.device import gpu
 
@@ -26,7 +26,7 @@ def test_reactors_begin_predictions_of_rows_and_graphs_on_a_device(
     """Without a tier there the reactors look up; else the thread that runs the graph does, on rows that stay there."""
     monkeypatch.setattr(gpu, "find_backend", lambda: (ShimDevice(), None))
     if graph is not None:
-        monkeypatch.setattr(runtime, "placement_of", lambda settings: DensePlacement(CPU_PROVIDER, "cpu", graph))
+        monkeypatch.setattr(runtime, "provider_of", lambda settings: DenseProvider(CPU_PROVIDER, "cpu", graph))
     with two_services(tmp_path, device_budget=budget) as both:
         predict_alike(both, 150)
         compare_counts(both)

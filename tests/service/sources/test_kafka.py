@@ -25,7 +25,7 @@ from tierstore.engine.store import Store
 from tierstore.errors import Conflict, NotFound, Overloaded
 from tierstore.kafka import reader
 from tierstore.kafka.messages import split
-from tierstore.kafka.window import Held
+from tierstore.kafka.reorder_window import Held
 from tierstore.service.server import ServerThread
 from tierstore.service.sources.kafka import KafkaSource
 from tierstore.service.sources.start import check_sources

@@ -21,7 +21,7 @@ from tierstore.service.limits.jobs import Jobs
 from tierstore.service.server import ServerThread, check_settings
 from tierstore.service.sources.locations import Locations
 from tierstore.service.stats import InferenceStats, Timings
-from tierstore.verdicts import Requests, Trial, judge
+from tierstore.verdicts import CanaryTrial, Requests, judge
 
 
 class Watched:
@@ -326,15 +326,15 @@ def test_the_verdict(canary: tuple[int, int], active: tuple[int, int], verdict: 
 
 def test_the_minutes_begin_again_with_a_doubt_and_wait_for_requests() -> None:
     none = Requests()
-    assert Trial(none, none).look(none, none, 0)[0] == "good"
-    assert Trial(none, none).look(none, Requests(10), 0)[0] == "doubtful", "it was not tried yet"
-    trial = Trial(none, none)
+    assert CanaryTrial(none, none).look(none, none, 0)[0] == "good"
+    assert CanaryTrial(none, none).look(none, Requests(10), 0)[0] == "doubtful", "it was not tried yet"
+    trial = CanaryTrial(none, none)
     trial.good_since_s -= 120
     assert trial.look(Requests(10, 1), Requests(10_000), 1)[0] == "doubtful"
     trial.good_since_s -= 120
     assert trial.look(Requests(10, 1), Requests(10_000), 1)[0] == "good", "no more of them for a minute"
     assert trial.look(Requests(10, 2), Requests(10_000), 1)[0] == "bad"
-    assert Trial(Requests(10, 9), none).look(Requests(20, 9), none, 0)[0] == "good", "only what came since"
+    assert CanaryTrial(Requests(10, 9), none).look(Requests(20, 9), none, 0)[0] == "good", "only what came since"
 
 
 def test_the_service_shows_what_it_watches(tmp_path: Path) -> None:

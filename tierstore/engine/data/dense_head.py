@@ -15,19 +15,19 @@ GONE = b""  # the graph of a head that a delta has removed
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DenseHead:
-    """One dense part. `predictor` is the graph, ready to run; None if it cannot be served here, for the reason
+    """One dense part. `session` is the graph, ready to run; None if it cannot be served here, for the reason
     `unserved`.
 
     `graph`: its ONNX as a delta brought it; None if the version's files have it.
     """
 
-    predictor: DenseSession | None = None
+    session: DenseSession | None = None
     unserved: str | None = None
     graph: bytes | None = field(default=None, repr=False)
 
     def shares_plans_with(self, other: DenseHead) -> bool:
         """Whether plans made for one are valid for the other: graphs with the same bindings."""
-        mine, its = self.predictor, other.predictor
+        mine, its = self.session, other.session
         if mine is None or its is None:
             return mine is its
         return mine.bindings is its.bindings and mine.loose is its.loose

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from tierstore.engine.data.hour import Hour
-from tierstore.tiers.host.sample import ALL, AccessSample
+from tierstore.tiers.host.access_sample import ALL, AccessSample
+from tierstore.tiers.host.cache_trials import CacheTrials
 from tierstore.tiers.host.table import HostTable
-from tierstore.tiers.host.trials import CacheTrials
 from tierstore.types import Keys
 
 PLACES = 4096  # keys that are counted; beyond that the rarest are forgotten

@@ -37,7 +37,7 @@ _JOB_KEYS = 4096  # keys handled at a time
 _SEEN = 1 << 16  # fingerprints of recently offered keys of a table
 
 
-class Moment(Protocol):
+class PromotionView(Protocol):
     """The part of a view that a promotion needs."""
 
     @property
@@ -46,7 +46,7 @@ class Moment(Protocol):
 
 
 # Calls its argument with the view that serves a version now, holding it meanwhile; does nothing if none serves.
-WithView = Callable[[Callable[[Moment], None]], None]
+WithView = Callable[[Callable[[PromotionView], None]], None]
 
 
 class Offers:
@@ -92,7 +92,7 @@ class Offers:
         device.read_below(host)
         self._with_view(lambda view: self._move(view, keys, device, host))
 
-    def _move(self, view: Moment, keys: Keys, device: DeviceTable, host: HostTable) -> None:
+    def _move(self, view: PromotionView, keys: Keys, device: DeviceTable, host: HostTable) -> None:
         spec, under = self._table.spec, view.table(self._table.spec.name)
         rows = np.empty((len(keys), spec.row_bytes), np.uint8)
         is_full = device.rows_resident >= device.capacity_rows * 0.9

@@ -21,7 +21,7 @@ from itertools import chain
 from tierstore.engine.data.dense_head import Heads
 from tierstore.engine.data.disk_room import DiskRoom
 from tierstore.engine.data.overlay import Overlay, encode_delta, stack
-from tierstore.engine.deltas.dense import DenseParts
+from tierstore.engine.deltas.dense_parts import DenseParts
 from tierstore.engine.deltas.incoming import Incoming, gently, may_run
 from tierstore.engine.deltas.log import DeltaLog, NewEntry
 from tierstore.engine.deltas.newest_event import NewestEvent
@@ -35,7 +35,7 @@ from tierstore.engine.serving.routing import Routing
 from tierstore.engine.versions.version import Version
 from tierstore.errors import Conflict, DeltaError, NotReady, SequenceGap, StorageError, TierstoreError, TooLarge
 from tierstore.formats.colliding import CollidingKeys
-from tierstore.formats.delta.reader import Delta, DeltaHead
+from tierstore.formats.delta.reader import Delta, DeltaHeader
 from tierstore.types import DeltaResult, TableSpec
 
 log = logging.getLogger(__name__)
@@ -197,15 +197,15 @@ class DeltaPath:
             self.newest_event.applied(newest.seq, newest.event_time, requester())
             return len(entries)
 
-    def held(self, head: DeltaHead) -> DeltaResult | None:
+    def held(self, header: DeltaHeader) -> DeltaResult | None:
         """The result for a delta that the log has already, which need not be decoded; None for any other delta."""
-        if self._log.digest(head.seq) != head.digest:
+        if self._log.digest(header.seq) != header.digest:
             return None
         with self._live.write:
-            if self._log.digest(head.seq) != head.digest:
+            if self._log.digest(header.seq) != header.digest:
                 return None
             self._show_logged()
-            return self._held_result(head.seq)
+            return self._held_result(header.seq)
 
     def _held_result(self, seq: int) -> DeltaResult:
         undone = self._log.undone.range_of(seq) is not None

@@ -111,22 +111,22 @@ class Folder:
                 live.overlay_budget.release(oldest.nbytes)
         return time.monotonic() - began_s
 
-    def tidy(self, stopping: Callable[[], bool]) -> None:
-        """Tidy the files of changed rows of served versions. Stops if deltas need the fold more. StorageError,
+    def compact(self, stopping: Callable[[], bool]) -> None:
+        """Merge the files of changed rows of served versions. Stops if deltas need the fold more. StorageError,
         Corruption.
 
         A view is published, which wakes this thread, only where there are other files: it would go round otherwise,
         for as long as it has to stop at once.
         """
         live = self._live
-        for version in [view.open_version for view in live.served.views if view.open_version.rows.needs_tidying()]:
+        for version in [view.open_version for view in live.served.views if view.open_version.rows.compaction_due()]:
 
             def give_up(version: Version = version) -> bool:
                 return (
                     stopping()
                     or live.served.view_of(version) is None
-                    or (self.pressed and not version.rows.must_tidy())
+                    or (self.pressed and not version.rows.compaction_urgent())
                 )
 
-            if in_background(lambda version=version, give_up=give_up: version.tidy(give_up)):  # type: ignore[misc]
+            if in_background(lambda version=version, give_up=give_up: version.compact(give_up)):  # type: ignore[misc]
                 live.renew(version)  # compiled readers then release what was replaced

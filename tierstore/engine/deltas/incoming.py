@@ -13,7 +13,7 @@ from typing import TypeVar
 from tierstore.engine.data.budget import DecodeBudget, OverlayBudget
 from tierstore.engine.deltas.origin import Origin
 from tierstore.errors import DeltaError
-from tierstore.formats.delta.reader import Delta, DeltaHead, Undecoded, read_delta
+from tierstore.formats.delta.reader import Delta, DeltaHeader, Undecoded, read_delta
 from tierstore.formats.delta.source import DeltaSource, delta_bytes
 from tierstore.tiers.background import in_background
 
@@ -30,11 +30,11 @@ class IncomingDelta:
     def __init__(self, source: DeltaSource, model: str | None, seq: int | None) -> None:
         self.data = delta_bytes(source)
         self._undecoded = Undecoded(self.data)
-        self.head: DeltaHead = self._undecoded.head
-        if model is not None and self.head.model != model:
-            raise DeltaError(f"expected a delta of model {model!r}, got one of {self.head.model!r}")
-        if seq is not None and self.head.seq != seq:
-            raise DeltaError(f"expected delta {seq} of model {self.head.model!r}, got delta {self.head.seq}")
+        self.header: DeltaHeader = self._undecoded.header
+        if model is not None and self.header.model != model:
+            raise DeltaError(f"expected a delta of model {model!r}, got one of {self.header.model!r}")
+        if seq is not None and self.header.seq != seq:
+            raise DeltaError(f"expected delta {seq} of model {self.header.model!r}, got delta {self.header.seq}")
 
     @contextmanager
     def decoded(self, decoding: DecodeBudget, unfolded: OverlayBudget) -> Iterator[Delta]:
@@ -42,7 +42,7 @@ class IncomingDelta:
 
         The bytes are those of its batches, of the rows gathered from them, and of these as stored.
         """
-        with decoding.reserved(self.head.decoded_bytes) as more:
+        with decoding.reserved(self.header.decoded_bytes) as more:
             delta = gently(len(self.data), unfolded, lambda: self._undecoded.decode(more))
             more(_bytes_in_memory(delta))
             yield delta

@@ -33,11 +33,11 @@ import xxhash
 
 from tierstore.engine.deltas import origin as origins
 from tierstore.engine.deltas.origin import Origin
-from tierstore.engine.serving.record import StateRecord
+from tierstore.engine.serving.state_file import StateFile
 from tierstore.engine.serving.undone import Age, Undone
 from tierstore.errors import Corruption, DeltaError, NotFound, StorageError
 from tierstore.formats import files
-from tierstore.formats.delta.head import read_event_time
+from tierstore.formats.delta.metadata import read_event_time
 from tierstore.formats.names import MAX_ORDINAL, ModelDirectory
 from tierstore.formats.regular import read_regular
 
@@ -70,8 +70,8 @@ class DeltaLog:
     `start` is None until the log begins for the first time: no delta fits yet.
     """
 
-    def __init__(self, where: ModelDirectory, record: StateRecord) -> None:
-        self._where, self._record = where, record
+    def __init__(self, where: ModelDirectory, file: StateFile) -> None:
+        self._where, self._file = where, file
         self.start: int | None = None
         self.last: int | None = None  # the newest seq held, or None where the log has not begun
         self._undone_noted: Age = (0, 0)  # in the newest entry of this process that says so
@@ -79,7 +79,7 @@ class DeltaLog:
         self._lost: list[Lost] = []  # ascending
         self._end = 0  # the number in that file; 0 without one
         self._in_doubt: list[tuple[int, Path]] = []  # entries that may have their names although they do not count
-        self.unreadable: StorageError | None = record.unreadable  # why it is unknown what its entries mean
+        self.unreadable: StorageError | None = file.unreadable  # why it is unknown what its entries mean
         found: list[tuple[int, str, Path]] = []
         try:
             files.make_dir(where.log)
@@ -88,7 +88,7 @@ class DeltaLog:
             self.unreadable = StorageError(f"delta log {where.log} cannot be used: {error}; mend that and start again")
         with contextlib.suppress(StorageError):  # files that cannot be removed do no harm
             files.sweep(where.log)
-        self._end, self.start = _read_end(where), record.document.log_start
+        self._end, self.start = _read_end(where), file.document.log_start
         if self.unreadable is not None:  # sources go on from there, once it is mended
             self._entries = {seq: digest for seq, digest, _ in found}
             self.start, self.last = None, max(self._entries, default=self._end)
@@ -184,7 +184,7 @@ class DeltaLog:
     @property
     def undone(self) -> Undone:
         """Which entries no version is to have."""
-        return self._record.document.undone
+        return self._file.document.undone
 
     @property
     def _start(self) -> int:
@@ -222,7 +222,7 @@ class DeltaLog:
         first, age = run[0].seq, self.undone.age
         if self.last is None or [entry.seq for entry in run] != list(range(self.last + 1, self.last + 1 + len(run))):
             raise AssertionError(f"append of {[entry.seq for entry in run]} after {self.last}")
-        self._record.repair()  # or the next start might serve another version, without these deltas
+        self._file.repair()  # or the next start might serve another version, without these deltas
         self._resolve_doubts()
         contents: list[tuple[Path, list[bytes | memoryview]]] = []
         for entry in run:
@@ -335,7 +335,7 @@ class DeltaLog:
     def restart(self, seq: int) -> None:
         """Begin again after `seq`; all entries are forgotten."""
         self.prepare_restart(seq)
-        self._record.publish(replace(self._record.document, log_start=seq))
+        self._file.publish(replace(self._file.document, log_start=seq))
         self.restarted(seq)
 
     def prepare_restart(self, seq: int) -> None:
@@ -363,7 +363,7 @@ class DeltaLog:
         drop = [seq for seq in self._entries if seq <= upto]
         if drop:
             # the document first: a crash in between leaves files that the next start removes, never a gap
-            self._record.publish(replace(self._record.document, log_start=drop[-1]))
+            self._file.publish(replace(self._file.document, log_start=drop[-1]))
             self._forget_to(drop[-1], drop)
         return len(drop)
 

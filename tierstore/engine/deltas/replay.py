@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from tierstore.engine.data.dense_head import DenseHead, Heads
 from tierstore.engine.data.overlay import Overlay, encode_delta, stack
-from tierstore.engine.deltas.dense import DenseParts
+from tierstore.engine.deltas.dense_parts import DenseParts
 from tierstore.engine.deltas.log import DeltaLog
 from tierstore.engine.reads.view import View
 from tierstore.engine.serving.undone import Undone

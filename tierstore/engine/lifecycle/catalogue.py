@@ -17,7 +17,7 @@ from pathlib import Path
 from tierstore.engine.deltas.log import DeltaLog
 from tierstore.engine.lifecycle.unfinished import Unfinished, find_unfinished
 from tierstore.engine.serving.live import LiveViews
-from tierstore.engine.serving.record import StateRecord
+from tierstore.engine.serving.state_file import StateFile
 from tierstore.engine.versions.info import VersionInfo
 from tierstore.errors import Conflict, Corruption, NotFound, StorageError
 from tierstore.formats import files
@@ -40,12 +40,12 @@ class Catalogue:
         where: ModelDirectory,
         live: LiveViews,
         log: DeltaLog,
-        record: StateRecord,
+        file: StateFile,
         *,
         keep_loads: bool,
         copied: bool,
     ) -> None:
-        self._name, self._where, self._live, self._log, self._record = name, where, live, log, record
+        self._name, self._where, self._live, self._log, self._file = name, where, live, log, file
         self._keep_loads, self._copied = keep_loads, copied
         # guarded by the write lock
         self._infos: dict[int, VersionInfo] = {}
@@ -227,7 +227,7 @@ class Catalogue:
                 if info is not None:
                     infos[number] = info
         self._infos = infos
-        for number in sorted({*self._record.document.versions} - {*infos, *self.damaged, *self.unfinished}):
+        for number in sorted({*self._file.document.versions} - {*infos, *self.damaged, *self.unfinished}):
             if self.unreadable is None:
                 log.warning("model %s: version %d was there and is not any more", self._name, number)
 
@@ -244,7 +244,7 @@ class Catalogue:
     def _find_version(self, number: int) -> VersionInfo | None:
         where = self.where(number)
         if not files.exists(where.record):
-            if files.exists(where.db) and number not in self._record.document.loads:  # a load says so before it begins
+            if files.exists(where.db) and number not in self._file.document.loads:  # a load says so before it begins
                 raise Corruption(f"{where.record} is missing, and its rows are there: restore it, or drop the version")
             if not self.keep_unfinished(number):
                 self._discard(where.root)
@@ -252,7 +252,7 @@ class Catalogue:
         self._discard(where.build)  # of a load or a fold that was interrupted
         for folder in (where.root, where.hot_keys(Tier.HOST), where.hot_keys(Tier.DEVICE)):
             self._find_leftovers(folder)
-        info = VersionInfo(where, self._record.document.accepted.get(number, 0))
+        info = VersionInfo(where, self._file.document.accepted.get(number, 0))
         if (info.manifest.model, info.number) != (self._name, number):
             raise Corruption(
                 f"{where.record} is of version {info.number} of {info.manifest.model!r}: expected version {number} of "

@@ -1,5 +1,5 @@
-"""Data directories that were copied (`cp -a`, rsync) while a process had them open: their files are of different
-moments.
+"""Detects data directories that were copied (`cp -a`, rsync) while a process had them open: their files are of
+different moments.
 
 Such a directory opens like any other, as everything in it is checked. A torn model has a problem that says how to make
 the copy whole.
@@ -55,8 +55,8 @@ def mark_outdated(state: ModelState, active: int | None) -> None:
         if not undone.made(info.left_out) or info.watermark > max(last, info.manifest.delta_seq)
     }
     if not others <= undone.outdated:
-        document = state.record.document
-        state.record.amend(replace(document, undone=replace(undone, outdated=undone.outdated | others)))
+        document = state.file.document
+        state.file.amend(replace(document, undone=replace(undone, outdated=undone.outdated | others)))
 
 
 def check_version(state: ModelState, info: VersionInfo) -> None:

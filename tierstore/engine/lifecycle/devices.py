@@ -13,7 +13,7 @@ from typing import Any
 
 from tierstore.config import Settings
 from tierstore.engine.data.budget import HostBudget, MemoryUser, deal
-from tierstore.engine.data.promotion import RING_KEYS, Moment, Offers, Promoter
+from tierstore.engine.data.promotion import RING_KEYS, Offers, Promoter, PromotionView
 from tierstore.engine.serving.publisher import Publisher
 from tierstore.engine.versions.version import Version
 from tierstore.errors import TierstoreError
@@ -148,7 +148,7 @@ class DeviceShare(MemoryUser):
                 device.resize(fraction)
         self._reserved = math.ceil(self._limit * fraction)
 
-    def _with_view(self, work: Callable[[Moment], None]) -> None:
+    def _with_view(self, work: Callable[[PromotionView], None]) -> None:
         try:
             view = self._publisher.acquire(self.version.number)
         except TierstoreError:  # it is not served, or no longer

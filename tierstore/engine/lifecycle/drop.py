@@ -50,7 +50,7 @@ class Drops:
     def _surplus(self) -> list[int]:
         """Unused versions beyond the number to keep."""
         catalogue, keep = self._catalogue, self._state.shared.settings.keep_versions
-        used, order = {self._routes.canary, *catalogue.loading}, self._state.record.document.order
+        used, order = {self._routes.canary, *catalogue.loading}, self._state.file.document.order
         surplus = surplus_of(catalogue.numbers, self._live.active_version, used, keep, order)
         return [n for n in surplus if n not in self._state.retiring and n not in self._opener.scanned]
 
@@ -60,7 +60,7 @@ class Drops:
         if not state.shared.placement.refusals.allow("drop_surplus"):
             return []
         number = max([0, *numbers]) + 1 if number is None else number
-        order = state.record.document.order.after(
+        order = state.file.document.order.after(
             (self._live.active_version, self._routes.canary), (number, None), REPLACED
         )
         return surplus_of(numbers, number, (), state.shared.settings.keep_versions, order)
@@ -69,12 +69,12 @@ class Drops:
         """Take a version off the record; a full disk does not keep it from being dropped."""
         state = self._state
         with self._live.write:
-            document = state.record.document.without_version(number)
+            document = state.file.document.without_version(number)
             try:
                 state.publish(document)
             except StorageError as error:  # the next change says so too, as does its directory, which is gone
                 log.warning("model %s: version %d is dropped, and still on record: %s", state.name, number, error)
-                state.record.amend(document)
+                state.file.amend(document)
 
     def _discard(self, number: int) -> Path | None:
         """Forget a version, and rename its directory. Returns the path that is still to be removed."""
@@ -92,7 +92,7 @@ class Drops:
             check_unused(state.name, number, [self._live.active_version], self._routes.canary)
             state.retiring.await_closed(state.name, number)
             with self._live.write:
-                state.record.repair()  # the document must not have it serve any more
+                state.file.repair()  # the document must not have it serve any more
             self._opener.scanned.close(number)
             for root in [root for root, of in catalogue.replaced.items() if of == number]:
                 files.remove_tree(root)  # before the line that counts, or a start would not know what they are

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tierstore.engine.serving.document import RoutingRecord, StateDocument, check_label
+from tierstore.engine.serving.document import SavedRoutes, StateDocument, check_label
 from tierstore.engine.serving.order import ServingOrder
 from tierstore.engine.serving.undone import Undone
 from tierstore.errors import Corruption, NotFound, StorageError
@@ -86,7 +86,7 @@ def _active(where: ModelDirectory) -> int | None:
     return number
 
 
-def _routes(where: ModelDirectory, active: int | None, undone: Undone) -> RoutingRecord:
+def _routes(where: ModelDirectory, active: int | None, undone: Undone) -> SavedRoutes:
     """What served; an active canary was promoted, and a crash came before the record said so: it keeps its labels."""
     path = where.root / ROUTES
     try:
@@ -98,12 +98,12 @@ def _routes(where: ModelDirectory, active: int | None, undone: Undone) -> Routin
             number = None
         labels = {check_label(name): int(of) for name, of in document["labels"].items()}
     except NotFound:
-        return RoutingRecord(active)
+        return SavedRoutes(active)
     except (Corruption, KeyError, TypeError, ValueError, AttributeError) as error:
         log.error("%s: canary and labels are not taken over: %s", path, error)
-        return RoutingRecord(active)
+        return SavedRoutes(active)
     kept = {name: of for name, of in labels.items() if active is not None and of in (active, number)}
-    return RoutingRecord(active, number, share if number is not None else 0.0, kept)
+    return SavedRoutes(active, number, share if number is not None else 0.0, kept)
 
 
 def _undone(where: ModelDirectory) -> Undone:

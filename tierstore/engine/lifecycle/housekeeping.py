@@ -18,7 +18,7 @@ from tierstore.threads import ScheduledJob, Scheduler
 
 MAX_BACKOFF_S = 30.0
 FOLDING, CLOSING = "deltas are not folded", "what was replaced is not closed"
-TIDYING = "changed rows are not put in order"
+COMPACTING = "changed rows are not put in order"
 
 
 class Housekeeping:
@@ -37,7 +37,7 @@ class Housekeeping:
         self.tasks = RecurringTasks(f"model {model}")
         self._job: ScheduledJob | None = None  # folds and closes
         # for the thread that runs the job
-        self._backoff_s = self._retry_s = self._tidy_s = self._wait_s = 0.0
+        self._backoff_s = self._retry_s = self._next_compaction_s = self._wait_s = 0.0
 
     @property
     def problem(self) -> str | None:
@@ -79,8 +79,8 @@ class Housekeeping:
             return wait_s
         closed = self.tasks.attempt(CLOSING, self._close_unread)
         folded = self.tasks.attempt(FOLDING, self._fold)
-        if time.monotonic() >= self._tidy_s and not self.tasks.attempt(TIDYING, self._tidy):
-            self._tidy_s = time.monotonic() + EVERY_S
+        if time.monotonic() >= self._next_compaction_s and not self.tasks.attempt(COMPACTING, self._compact):
+            self._next_compaction_s = time.monotonic() + EVERY_S
         if closed and folded:
             self._backoff_s = 0.0
             return min(EVERY_S, self._wait_s)
@@ -91,8 +91,8 @@ class Housekeeping:
     def _fold(self) -> None:
         self._wait_s = self._folder.fold_due()
 
-    def _tidy(self) -> None:
-        self._folder.tidy(lambda: self.stopping)
+    def _compact(self) -> None:
+        self._folder.compact(lambda: self.stopping)
 
     def _close_unread(self) -> None:
         unread = self._retiring.unread()

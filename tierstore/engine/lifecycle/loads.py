@@ -38,12 +38,12 @@ class Loads:
         with self._live.write:
             self._catalogue.check_readable()  # such a version may be among them
             complete = number in self._catalogue
-            same = self._state.record.document.loads.get(number) == identity
+            same = self._state.file.document.loads.get(number) == identity
             self._check(number, delta_seq, same=same)
             if not complete:
                 self._check_number(number, activate=activate)
                 # what is on record of an earlier version of that number means nothing any more
-                document = self._state.record.document.without_version(number)
+                document = self._state.file.document.without_version(number)
                 others = {
                     n: of for n, of in document.loads.items() if n > number or n not in self._catalogue.unfinished
                 }
@@ -62,7 +62,7 @@ class Loads:
                 files.remove_leftover(path)
             yield note
             with self._live.write, contextlib.suppress(StorageError):  # it only says that the load can go on
-                self._state.publish(self._state.record.document.without_load(number))
+                self._state.publish(self._state.file.document.without_load(number))
         except BaseException as error:
             self._clean_up(number, error)
             raise
@@ -99,7 +99,7 @@ class Loads:
         """Conflict if there are as many versions as allowed. Holds `write`."""
         name, settings, served = self._state.name, self._state.shared.settings, self._live.served.versions
         there = {*self._catalogue.numbers, *self._catalogue.loading} - {number}
-        most, order = settings.quota_of(name).versions, self._state.record.document.order
+        most, order = settings.quota_of(name).versions, self._state.file.document.order
         if most is not None and len(there) >= most:
             free = order.first_to_go(there - {*served, *self._catalogue.loading})
             what = (
@@ -131,6 +131,6 @@ class Loads:
                 if not (can_go_on(error) and catalogue.keep_unfinished(number)):
                     files.remove_tree(self._catalogue.where(number).root)
                     with self._live.write, contextlib.suppress(StorageError):
-                        state.publish(state.record.document.without_load(number))
+                        state.publish(state.file.document.without_load(number))
                 with self._live.write, contextlib.suppress(StorageError):
-                    state.record.repair()  # there is room now
+                    state.file.repair()  # there is room now

@@ -64,14 +64,14 @@ class Rebuilder:
         state.room.check_free("a rollback to a delta")
         with self._reserved(info):
             self.check(info)
-            state.record.repair()  # or the last line that failed might be the one on record
+            state.file.repair()  # or the last line that failed might be the one on record
             where = state.where.version(number, state.log.undone.line(number) + 1)
             try:
                 self._build(info, where)
                 yield VersionInfo(where)
             except BaseException:
                 counts = state.where.version(number, state.log.undone.line(number)).root == where.root
-                if not counts and not state.record.in_doubt:  # or the next start may need it
+                if not counts and not state.file.in_doubt:  # or the next start may need it
                     with contextlib.suppress(StorageError):
                         files.remove_tree(where.root)
                 raise

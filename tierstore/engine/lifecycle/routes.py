@@ -17,7 +17,7 @@ from dataclasses import replace
 from tierstore.engine.lifecycle.rules import no_canary
 from tierstore.engine.lifecycle.state import ModelState
 from tierstore.engine.reads.view import View
-from tierstore.engine.serving.document import RoutingRecord, StateDocument, check_label
+from tierstore.engine.serving.document import SavedRoutes, StateDocument, check_label
 from tierstore.engine.serving.order import REPLACED
 from tierstore.engine.serving.routing import CANARY, STABLE, Routing
 from tierstore.engine.serving.undone import Undone
@@ -34,14 +34,14 @@ class Routes:
         self._state, self._live, self._name = state, state.live, state.name
         # guarded by the write lock
         self.problem: str | None = None  # why the canary on record is not served
-        self.awaited: RoutingRecord | None = None  # that canary, its share and labels; the next start tries again
+        self.awaited: SavedRoutes | None = None  # that canary, its share and labels; the next start tries again
 
     # --- publishing
 
     def publish(
         self,
         served: Routing,
-        awaited: RoutingRecord | None = None,
+        awaited: SavedRoutes | None = None,
         undone: Undone | None = None,
         built: Sequence[VersionInfo] = (),
         *,
@@ -57,7 +57,7 @@ class Routes:
         start = self._new_start(served.active)
         if start is not None:
             state.log.prepare_restart(start)
-        state.publish(self._document(RoutingRecord.for_routing(served, awaited), start, undone, built, left))
+        state.publish(self._document(SavedRoutes.for_routing(served, awaited), start, undone, built, left))
         try:
             self._set(served, awaited, start, built)
         except BaseException:  # Ctrl-C, no memory: what is on record must be what serves
@@ -65,10 +65,10 @@ class Routes:
             raise
 
     def _document(
-        self, routes: RoutingRecord, start: int | None, undone: Undone | None, built: Sequence[VersionInfo], left: str
+        self, routes: SavedRoutes, start: int | None, undone: Undone | None, built: Sequence[VersionInfo], left: str
     ) -> StateDocument:
         state = self._state
-        document = state.record.document
+        document = state.file.document
         accepted = dict(document.accepted)
         for info in state.catalogue.infos():
             if info.number not in routes.serving and info.dense_accepted_upto > info.watermark:
@@ -86,7 +86,7 @@ class Routes:
         )
 
     def _set(
-        self, served: Routing, awaited: RoutingRecord | None, start: int | None, built: Sequence[VersionInfo]
+        self, served: Routing, awaited: SavedRoutes | None, start: int | None, built: Sequence[VersionInfo]
     ) -> None:
         """Serve what is on record. May be done twice."""
         state, live = self._state, self._live

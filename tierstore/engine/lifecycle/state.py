@@ -16,7 +16,7 @@ from tierstore.config import Settings
 from tierstore.config.memory import decoding_bytes
 from tierstore.engine.data.budget import DecodeBudget, HostBudget, OverlayBudget
 from tierstore.engine.data.disk_room import DiskRoom
-from tierstore.engine.deltas.dense import DenseParts
+from tierstore.engine.deltas.dense_parts import DenseParts
 from tierstore.engine.deltas.log import DeltaLog
 from tierstore.engine.events.callbacks import SwitchLock
 from tierstore.engine.events.observer import Observer
@@ -32,7 +32,7 @@ from tierstore.engine.serving.document import StateDocument
 from tierstore.engine.serving.epochs import Epochs
 from tierstore.engine.serving.live import LiveViews
 from tierstore.engine.serving.publisher import Publisher
-from tierstore.engine.serving.record import StateRecord
+from tierstore.engine.serving.state_file import StateFile
 from tierstore.formats.names import ModelDirectory
 from tierstore.machine import processors
 from tierstore.predict.runtime import Runtime
@@ -108,14 +108,14 @@ class ModelState:
 
     def __init__(self, name: str, where: ModelDirectory, shared: Shared) -> None:
         self.name, self.where, self.shared = name, where, shared
-        self.record = StateRecord(where, name, durable=shared.placement.refusals.allow("keep_state"))
-        self.log = DeltaLog(where, self.record)
+        self.file = StateFile(where, name, durable=shared.placement.refusals.allow("keep_state"))
+        self.log = DeltaLog(where, self.file)
         self.live = LiveViews(name, shared.overlay_budget, shared.epochs)
         register_requests(self.live.publisher)
         self.switch = SwitchLock()
         keep_loads = shared.settings.load_retention_s > 0
         self.catalogue = Catalogue(
-            name, where, self.live, self.log, self.record, keep_loads=keep_loads, copied=shared.copied
+            name, where, self.live, self.log, self.file, keep_loads=keep_loads, copied=shared.copied
         )
         self.dense = DenseParts(name, shared.dense, self.catalogue.get, lambda: self.live.current)
         quota = shared.settings.quota_of(name)
@@ -124,7 +124,7 @@ class ModelState:
 
     def publish(self, document: StateDocument) -> None:
         """Publish the model's document, with the versions that are there. Holds `write`. StorageError."""
-        self.record.publish(replace(document, versions=tuple(self.catalogue.numbers)))
+        self.file.publish(replace(document, versions=tuple(self.catalogue.numbers)))
 
 
 def ignore(progress: Progress) -> None:

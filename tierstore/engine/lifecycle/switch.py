@@ -77,7 +77,7 @@ class Switcher:
         The canary as for `activate`. Conflict if `expected_active` is given and another version is active.
         """
         with self._state.switch:
-            active, order = self._check_active(expected_active), self._state.record.document.order
+            active, order = self._check_active(expected_active), self._state.file.document.order
             before = served_last(self._name, active, self._catalogue.numbers, order)
             self._switch(before, force=force, left=ROLLBACK, progress=progress)
             return before

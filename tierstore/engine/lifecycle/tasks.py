@@ -82,7 +82,7 @@ class Tasks:
     def _prune_log(self) -> None:
         state, log_ = self._state, self._state.log
         with state.live.write:
-            state.record.repair()
+            state.file.repair()
             infos = state.catalogue.infos()
             held = [seq for info in infos if (seq := self._needed_after(info, log_.start or 0)) is not None]
             loading = [delta_seq for delta_seq, _ in state.catalogue.loading.values()]
@@ -108,7 +108,7 @@ class Tasks:
         return loaded if outdated and loaded >= start else info.watermark  # it is built again, as long as it can be
 
     def _is_to_serve(self, number: int) -> bool:
-        return is_to_serve(number, self._state.live.active_version, self._state.record.document.order)
+        return is_to_serve(number, self._state.live.active_version, self._state.file.document.order)
 
     def _remove_replaced(self) -> None:
         """Remove lines that no longer count, once nothing reads them."""

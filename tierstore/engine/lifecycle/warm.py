@@ -39,7 +39,7 @@ _MOST_FAILURES = 16  # batches that the disk cannot read, after which a warm-up 
 
 
 @dataclass(slots=True)
-class _Plan:
+class _TableWarmup:
     """The keys to read into the cache of a table, from all sources, one after the other."""
 
     table: Cascade
@@ -91,37 +91,39 @@ class WarmUp:
         self, version: Version, publisher: Publisher, give_way: Callable[[], None] = yield_if_background
     ) -> None:
         self.version, self.publisher = version, publisher
-        plans = [
-            _Plan(table, tier, version.kept_hot_keys(name, tier), give_way)
+        warmups = [
+            _TableWarmup(table, tier, version.kept_hot_keys(name, tier), give_way)
             for name, table in version.tables.items()
             for tier in table.caches
         ]
-        self._plans = [plan for plan in plans if plan.total]
+        self._warmups = [warmup for warmup in warmups if warmup.total]
         self.failures = 0
 
     @property
     def done(self) -> int:
         """The number of keys that were read."""
-        return sum(min(plan.done, plan.total) for plan in self._plans)
+        return sum(min(warmup.done, warmup.total) for warmup in self._warmups)
 
     @property
     def total(self) -> int:
         """The number of keys to read."""
-        return sum(plan.total for plan in self._plans)
+        return sum(warmup.total for warmup in self._warmups)
 
     @property
     def over(self) -> bool:
         return self.done >= self.total
 
-    def _behind(self) -> _Plan | None:
-        """The plan of the cache that is furthest behind; None if all are done."""
-        plan = min(self._plans, key=lambda plan: plan.done / plan.total if plan.total else 1.0, default=None)
-        return None if plan is None or plan.done >= plan.total else plan
+    def _behind(self) -> _TableWarmup | None:
+        """The warmup of the cache that is furthest behind; None if all are done."""
+        warmup = min(
+            self._warmups, key=lambda warmup: warmup.done / warmup.total if warmup.total else 1.0, default=None
+        )
+        return None if warmup is None or warmup.done >= warmup.total else warmup
 
     def prepare(self) -> None:
         """Make the next `step` short."""
-        if (plan := self._behind()) is not None:
-            plan.prepare()
+        if (warmup := self._behind()) is not None:
+            warmup.prepare()
 
     def step(self, view: View, limit: int) -> int:
         """Read at most `limit` keys, for the cache that is furthest behind, under a view of the version that the caller
@@ -129,12 +131,12 @@ class WarmUp:
 
         Returns their number; 0 at the end. Keys that the disk cannot read are skipped: look-ups will report the error.
         """
-        plan = self._behind()
-        if plan is None:
+        warmup = self._behind()
+        if warmup is None:
             return 0
-        keys = plan.next(limit)
-        plan.done += len(keys)
-        view.table(plan.table.spec.name).warm(keys, plan.tier)
+        keys = warmup.next(limit)
+        warmup.done += len(keys)
+        view.table(warmup.table.spec.name).warm(keys, warmup.tier)
         return len(keys)
 
 

@@ -122,7 +122,7 @@ def _try_image(model: Model, to: ModelDirectory) -> tuple[int | None, int]:
             stack.enter_context(version.writing)  # rows and dense part change in two steps
         with state.live.write:
             state.live.check_open()
-            state.record.repair()
+            state.file.repair()
             if state.log.damage or state.catalogue.damaged:
                 why = [*state.log.damage, *state.catalogue.damaged.values()]
                 raise Corruption(f"model {model.name!r} is not whole, and is not backed up: {'; '.join(why[:3])}")

@@ -1,10 +1,10 @@
 """Digests of every row that is served, at one seq, by which two nodes are compared without sending their rows.
 
 The rows of a table are put into buckets by the hash of their keys, and each bucket has a digest; if two nodes differ
-in one, the digest of each row in it shows which keys do. As for `sample`, a bucket's digest is the sum of its rows'
+in one, the digest of each row in it shows which keys do. Here too a bucket's digest is the sum of its rows'
 digests, so their order does not count.
 
-On a thread of low priority while the model serves; it only reads, at one `moment`.
+On a thread of low priority while the model serves; it only reads, in one `full_scan`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import numpy.typing as npt
 import xxhash
 
 from tierstore.engine.model import Model
+from tierstore.engine.operations.full_scan import FullScan, check_goes_on, full_scan
 from tierstore.engine.operations.low_priority import low_priority
-from tierstore.engine.operations.moment import ServedMoment, check_goes_on, moment_of
 from tierstore.errors import InvalidInput
 from tierstore.formats.keys import partition_of
 from tierstore.formats.row_times import live_at
@@ -61,33 +61,33 @@ def digests(
 
         def goes_on() -> None:
             pace.sleep()
-            check_goes_on("comparison", model, moment.version.number, stops)
+            check_goes_on("comparison", model, scan.version.number, stops)
 
         refusals = model.state.shared.placement.refusals
-        with moment_of(model, version, lambda view: refusals.check("compare_unnamed")) as moment:
-            found: dict[str, Any] = {"model": model.name, "version": moment.version.number, "seq": moment.seq}
-            found["dense"] = _digest_of(moment.graphs)
-            at_another = seq is not None and moment.seq != seq
-            tables = None if at_another else _tables(moment, buckets, listed, expired_at_s, goes_on)
+        with full_scan(model, version, lambda view: refusals.check("compare_unnamed")) as scan:
+            found: dict[str, Any] = {"model": model.name, "version": scan.version.number, "seq": scan.seq}
+            found["dense"] = _digest_of(scan.graphs)
+            at_another = seq is not None and scan.seq != seq
+            tables = None if at_another else _tables(scan, buckets, listed, expired_at_s, goes_on)
             return found | {"tables": tables}
 
     return low_priority(throttle, "comparison", work, None)
 
 
 def _tables(
-    moment: ServedMoment,
+    scan: FullScan,
     buckets: int,
     listed: Mapping[str, Sequence[int]] | None,
     expired_at_s: int | None,
     goes_on: Any,
 ) -> dict[str, dict[str, Any]]:
-    if unknown := set(listed or ()) - moment.tables.keys():
-        raise InvalidInput(f"no table {min(unknown)!r}; there are {', '.join(sorted(moment.tables))}")
+    if unknown := set(listed or ()) - scan.tables.keys():
+        raise InvalidInput(f"no table {min(unknown)!r}; there are {', '.join(sorted(scan.tables))}")
     found: dict[str, dict[str, Any]] = {}
-    for name, batches in moment.tables.items():
+    for name, batches in scan.tables.items():
         if listed is not None and name not in listed:
             continue
-        ttl_s = moment.version.specs[name].ttl_s
+        ttl_s = scan.version.specs[name].ttl_s
         wanted = None if listed is None else _buckets(name, listed[name])
         sums, rows, keys_listed, of_rows = np.zeros(buckets, np.uint64), 0, [_NO_KEYS], [_NO_DIGESTS]
         for keys, stored, times in batches:

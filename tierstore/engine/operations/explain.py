@@ -18,11 +18,11 @@ import numpy as np
 from tierstore.engine.data.cascade import Cascade
 from tierstore.engine.model import Model
 from tierstore.engine.operations.holdings import Holdings, look
-from tierstore.engine.operations.key_history import KeyHistory, moment, search
+from tierstore.engine.operations.key_history import KeyHistory, iso_time, search
 from tierstore.engine.reads.view import View
 from tierstore.engine.serving.routing import STABLE
 from tierstore.engine.versions.info import VersionInfo
-from tierstore.engine.versions.strings import find_strings
+from tierstore.engine.versions.kept_strings import find_strings
 from tierstore.errors import InvalidInput, StorageError
 from tierstore.formats.colliding import NONE
 from tierstore.formats.key_arrays import key_array
@@ -129,8 +129,8 @@ def _entry(
         + [{"tier": name, "error": text} for name, text in seen.errors.items()],
         "agree": seen.agree,
         "differ": seen.differ,
-        "row_time": None if not seen.time_s else moment(seen.time_s),
-        "expires_at": None if not seen.time_s or spec.ttl_s is None else moment(seen.time_s + spec.ttl_s),
+        "row_time": None if not seen.time_s else iso_time(seen.time_s),
+        "expires_at": None if not seen.time_s or spec.ttl_s is None else iso_time(seen.time_s + spec.ttl_s),
     }
     if not seen.own:
         why = "its partition is not on this node: look-ups of it are refused here"
@@ -192,14 +192,14 @@ def _why_absent(seen: Holdings, spec: TableSpec, info: VersionInfo, history: Key
     if write is not None:
         ends_s = write.event_time.timestamp() + (spec.ttl_s or math.inf)
         if ends_s <= time.time():
-            return "expired", f"delta {write.seq} wrote it, and it expired at {moment(ends_s)}"
+            return "expired", f"delta {write.seq} wrote it, and it expired at {iso_time(ends_s)}"
         return (
             "inconsistent",
             f"delta {write.seq} wrote it, and no tier has it: it did not fit the version, or is lost; run "
             "`tierstore verify`",
         )
     if is_marked and ends_s <= time.time() and history.ended is None:
-        return "expired", f"it came with the snapshot, and it expired at {moment(ends_s)}"
+        return "expired", f"it came with the snapshot, and it expired at {iso_time(ends_s)}"
     if is_marked:
         how = "was deleted, or expired" if spec.ttl_s is not None else "was deleted"
         return (

@@ -1,6 +1,6 @@
 """`export`: write what a model serves now, base plus deltas at one seq, as a snapshot.
 
-On a thread of low priority while the model serves; it only reads, at one `moment`. To a URL, shards are uploaded as
+On a thread of low priority while the model serves; it only reads, in one `full_scan`. To a URL, shards are uploaded as
 they are finished. A built version is built from a snapshot, which is then removed.
 
 After a crash there is no `snapshot.json` or `built.json`, so nothing accepts the files.
@@ -20,14 +20,14 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from tierstore.engine.deltas.dense import recorded
+from tierstore.engine.deltas.dense_parts import recorded
 from tierstore.engine.model import Model
+from tierstore.engine.operations.full_scan import FullScan, check_goes_on, full_scan
 from tierstore.engine.operations.golden import examples_of, index_of
 from tierstore.engine.operations.low_priority import low_priority
-from tierstore.engine.operations.moment import ServedMoment, check_goes_on, moment_of
 from tierstore.engine.reads.view import View
 from tierstore.engine.versions.hot_keys import load_keys
-from tierstore.engine.versions.strings import why_missing, with_strings
+from tierstore.engine.versions.kept_strings import why_missing, with_strings
 from tierstore.engine.versions.version import Version
 from tierstore.errors import Conflict, InvalidInput, StorageError
 from tierstore.formats import files
@@ -38,7 +38,7 @@ from tierstore.formats.objects import is_url
 from tierstore.formats.row_times import TIME, Times
 from tierstore.formats.snapshot.built import open_source
 from tierstore.formats.snapshot.reader import local_path
-from tierstore.formats.snapshot.requests import ragged, read_request
+from tierstore.formats.snapshot.recorded_requests import ragged, read_request
 from tierstore.formats.snapshot.writer import SnapshotWriter, TableWriter
 from tierstore.formats.uploads import check_nothing_at, scratch_directory, upload_tree
 from tierstore.ingest.build import build_version
@@ -145,26 +145,26 @@ def _export(
         model.state.shared.placement.refusals.check("export", model=model.name, number=view.version)
         _check_keys(model.name, view)
 
-    with moment_of(model, options.version, check, with_strings=True) as moment:
-        info = moment.version.info
+    with full_scan(model, options.version, check, with_strings=True) as scan:
+        info = scan.version.info
         number = info.number if options.as_version is None else options.as_version
         rows, total = 0, sum(count.rows for count in info.counts.values())
-        with SnapshotWriter(target, model=model.name, version=number, delta_seq=moment.seq, scratch=scratch) as writer:
+        with SnapshotWriter(target, model=model.name, version=number, delta_seq=scan.seq, scratch=scratch) as writer:
             tables: dict[str, TableWriter] = {}
             warm: dict[str, Any] = {}
-            for name, batches in moment.tables.items():
+            for name, batches in scan.tables.items():
                 spec = info.specs[name]
                 table = tables[name] = writer.table(
                     name,
                     dim=spec.dim,
                     dtype=spec.dtype.value,
                     key=spec.key.value,
-                    default=_default(moment.version, spec),
+                    default=_default(scan.version, spec),
                     ttl_s=spec.ttl_s,
                     time_column=TIME if name in info.times_ids else None,
                 )
                 of_table = _Warm(load_keys(info.where.warmup(name)))
-                for codes, keys, stored, times in _keyed(moment, name, batches):
+                for codes, keys, stored, times in _keyed(scan, name, batches):
                     table.write(keys, _vectors(stored, spec), times)
                     of_table.note(codes, keys)
                     rows += len(codes)
@@ -172,9 +172,9 @@ def _export(
                     pace.sleep()
                     check_goes_on("export", model, info.number, stops)
                 warm[name] = of_table.keys(spec)
-            _write_remaining(writer, moment, tables, warm)
-    log.info("model %s: version %d at seq %d is exported to %s", model.name, info.number, moment.seq, target)
-    return ExportReport(model.name, number, moment.seq, rows)
+            _write_remaining(writer, scan, tables, warm)
+    log.info("model %s: version %d at seq %d is exported to %s", model.name, info.number, scan.seq, target)
+    return ExportReport(model.name, number, scan.seq, rows)
 
 
 @contextlib.contextmanager
@@ -205,12 +205,12 @@ def _check_keys(model: str, view: View) -> None:
 
 
 def _keyed(
-    moment: ServedMoment, table: str, batches: Iterator[tuple[Keys, Rows, Times | None]]
+    scan: FullScan, table: str, batches: Iterator[tuple[Keys, Rows, Times | None]]
 ) -> Iterator[tuple[Keys, Any, Rows, Times | None]]:
     """Codes, keys, rows and times of a table's rows."""
-    if table in moment.strings:
-        return with_strings(table, batches, moment.strings[table], moment.colliding.get(table, NONE))
-    kind = moment.version.specs[table].key
+    if table in scan.strings:
+        return with_strings(table, batches, scan.strings[table], scan.colliding.get(table, NONE))
+    kind = scan.version.specs[table].key
     return ((codes, from_codes(codes, kind), rows, times) for codes, rows, times in batches)
 
 
@@ -260,10 +260,10 @@ def _vectors(rows: Rows, spec: TableSpec) -> Vectors:
 
 
 def _write_remaining(
-    writer: SnapshotWriter, moment: ServedMoment, tables: Mapping[str, TableWriter], warm: Mapping[str, list[Any]]
+    writer: SnapshotWriter, scan: FullScan, tables: Mapping[str, TableWriter], warm: Mapping[str, list[Any]]
 ) -> None:
     """Write everything but the rows: features, warm-up keys, the dense parts, their recorded requests and examples."""
-    info = moment.version.info
+    info = scan.version.info
     for feature in info.features.values():
         how = None if feature.hash is None else feature.hash.document()
         writer.feature(
@@ -272,12 +272,12 @@ def _write_remaining(
     for name, columns in warm.items():
         for keys in columns:
             writer.warmup(name, keys)
-    for head in {"": None, **moment.graphs}:
+    for head in {"": None, **scan.graphs}:
         for path in recorded(info, head):
             writer.request(ragged(read_request(path, file=path.name)), head=head)
-    for head, graph in moment.graphs.items():
+    for head, graph in scan.graphs.items():
         writer.dense(graph, head=head)
-    if moment.seq == info.manifest.delta_seq and (index := index_of(info)) is not None:  # else the answers are others
+    if scan.seq == info.manifest.delta_seq and (index := index_of(info)) is not None:  # else the answers are others
         for entry, example in examples_of(info, index):
             writer.golden(example.inputs, example.expected, rtol=entry.rtol, atol=entry.atol, head=entry.head)
         for name in index.incomplete:

@@ -1,4 +1,4 @@
-"""What a node takes over from a peer: acknowledged deltas, which of them are undone, and whole models.
+"""Takes over from a peer: acknowledged deltas, which of them are undone, and whole models.
 
 The files of a model's image are read into a directory beside the models, each compared with its checksum. Files that
 were read stay if a crash or the peer breaks the copy off, and the next try goes on from them: whole files are compared

@@ -226,7 +226,7 @@ class _Runs:
 
     def _inputs(self, head: str, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """The inputs that the graph takes: a request may name rows of other features beside them."""
-        session = self.view.under(head).predictor
+        session = self.view.under(head).session
         taken = () if session is None else (*session.bindings.features, *session.bindings.plain)
         return {name: one for name, one in inputs.items() if name in taken or name not in self.view.features}
 

@@ -41,7 +41,7 @@ class Write(NamedTuple):
             "seq": self.seq,
             "deleted": self.deleted,
             "event_time": format_time(self.event_time),
-            "received_at": None if self.received_s is None else moment(self.received_s),
+            "received_at": None if self.received_s is None else iso_time(self.received_s),
         }
 
 
@@ -100,6 +100,6 @@ def search(
     return history
 
 
-def moment(seconds: float) -> str:
+def iso_time(seconds: float) -> str:
     """Seconds since 1970 as ISO 8601."""
     return format_time(datetime.fromtimestamp(int(seconds), UTC))

@@ -23,7 +23,7 @@ from tierstore.formats import files
 from tierstore.formats.names import GOLDEN_INDEX, VersionDirectory
 from tierstore.formats.snapshot.golden import read_example
 from tierstore.formats.snapshot.reader import Snapshot
-from tierstore.formats.snapshot.requests import read_request
+from tierstore.formats.snapshot.recorded_requests import read_request
 from tierstore.ingest.bulkload import BulkLoad, can_go_on
 from tierstore.ingest.results import BaseBuild
 from tierstore.ingest.side_files import copy_side_files

@@ -1,4 +1,4 @@
-"""Long work on a model beside what serves, on a thread of its own of low priority, which its caller waits for."""
+"""Runs long work on a model on a thread of low priority, beside what serves; the caller waits for it."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from typing import Any
 from tierstore.access.audit import Audit
 from tierstore.engine.events.changes import audited
 from tierstore.engine.model import Model
-from tierstore.engine.placement import ModelPlacement
+from tierstore.engine.placement import ModelVerbs
 from tierstore.errors import Conflict, NotFound
 from tierstore.formats.delta.writer import DeltaWriter
 from tierstore.kafka.messages import read_checked
@@ -36,7 +36,7 @@ class ParkedMessages(ABC):
     def model(self, name: str) -> Model: ...
 
     @abstractmethod
-    def placed(self, model: Model) -> ModelPlacement: ...
+    def placed(self, model: Model) -> ModelVerbs: ...
 
     @abstractmethod
     def apply_delta(self, source: bytes, *, model: str | None, seq: int | None) -> DeltaResult: ...
@@ -80,7 +80,7 @@ class ParkedMessages(ABC):
             return {**asdict(self.parked_files.resolve(name, "skipped")), "applied": applied}
 
 
-def _fill(record: Parked, model: Model, placed: ModelPlacement) -> bool:
+def _fill(record: Parked, model: Model, placed: ModelVerbs) -> bool:
     """Apply an empty delta under the seq; False if the log has another one."""
     assert record.seq is not None
     last = model.log.last

@@ -58,7 +58,7 @@ def _document(model: Model, served: Routing) -> dict[str, Any]:
         "log": model.state.log.status(),
         "undone": [list(each) for each in model.state.log.undone.ranges],
         "versions": _versions(model, served),
-        "rollback_to": None if view is None else model.state.record.document.order.last_of(model.versions),
+        "rollback_to": None if view is None else model.state.file.document.order.last_of(model.versions),
         "to_drop": model.drops.once_active(),
         "damaged": {str(number): why for number, why in sorted(model.catalogue.damaged.copy().items())},
         "unfinished": {
@@ -114,7 +114,7 @@ def _canary(view: View, share: float) -> dict[str, Any]:
 
 def _runs(model: Model, view: View, head: str) -> dict[str, float]:
     """Counts of a head over all versions, and of its buffers in the active one."""
-    session = view.heads[head].predictor if head in view.heads else None
+    session = view.heads[head].session if head in view.heads else None
     return model.dense.counts_of(head).as_dict() | {"buffer_bytes": 0 if session is None else session.buffer_bytes}
 
 
@@ -124,7 +124,7 @@ def _heads(model: Model, info: VersionInfo, view: View | None) -> dict[str, str]
         states = dict.fromkeys(info.heads, model.dense.kept)
     else:
         states = {
-            head: "served" if of.predictor is not None else f"kept, not served: {view.under(head).unserved}"
+            head: "served" if of.session is not None else f"kept, not served: {view.under(head).unserved}"
             for head, of in view.heads.items()
         }
     for head, newer in _passed_over(info, view).items():
@@ -138,7 +138,7 @@ def _peculiar(view: View | None) -> dict[str, list[str]]:
     no head takes.
     """
     heads = {} if view is None else view.heads
-    served = {head: of.predictor.bindings for head, of in sorted(heads.items()) if of.predictor is not None}
+    served = {head: of.session.bindings for head, of in sorted(heads.items()) if of.session is not None}
     taken = {name for bindings in served.values() for name in bindings.features}
     return {
         "mixes_rows": [head for head, bindings in served.items() if bindings.mixes_rows],
@@ -154,7 +154,7 @@ def _passed_over(info: VersionInfo, view: View | None) -> Mapping[str, str]:
 
 def _versions(model: Model, served: Routing) -> list[dict[str, Any]]:
     entries = []
-    labels, order = served.all_labels(), model.state.record.document.order
+    labels, order = served.all_labels(), model.state.file.document.order
     for info in model.catalogue.infos():
         heads = _heads(model, info, served.numbered(info.number))
         view = served.numbered(info.number)

@@ -1,4 +1,4 @@
-"""All models of an open store: begun, released and closed together."""
+"""Begins, releases and closes all models of an open store."""
 
 from __future__ import annotations
 

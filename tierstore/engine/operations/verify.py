@@ -14,12 +14,12 @@ from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
-from tierstore.engine.deltas.dense import check_dense
+from tierstore.engine.deltas.dense_parts import check_dense
 from tierstore.engine.lifecycle.throttle import Throttle
 from tierstore.engine.model import Model
 from tierstore.engine.operations.golden import GoldenReport, check_kept
 from tierstore.engine.versions.info import EXPIRED, VersionInfo
-from tierstore.engine.versions.strings import standing_strings, with_strings
+from tierstore.engine.versions.kept_strings import standing_strings, with_strings
 from tierstore.engine.versions.version import Version
 from tierstore.errors import Closed, Corruption, NotFound, StorageError, TierstoreError
 from tierstore.formats import files
@@ -144,9 +144,9 @@ def _check_loaded_dense(path: Path, expected: str) -> None:
 
 def _check_log(model: Model) -> tuple[int, list[str]]:
     """(entries read, faults) of the log, and of the records that the next start reads."""
-    log, record = model.state.log, model.state.record
+    log, state_file = model.state.log, model.state.file
     problems, count = [f"{model.name}: {why}" for why in log.damage], 0
-    for check in (record.check, log.check):
+    for check in (state_file.check, log.check):
         try:
             with model.state.live.write:
                 check()

@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 from tierstore.engine.reads.view import View
-from tierstore.engine.versions.strings import find_strings
+from tierstore.engine.versions.kept_strings import find_strings
 from tierstore.errors import NotFound, StorageError
 from tierstore.formats.colliding import NONE
 from tierstore.types import KeyType, Tier, whole_number

@@ -69,7 +69,7 @@ def _can_begin(asked: Iterable[tuple[str, Any, Any, Any]]) -> bool:
 class View:
     """Look-ups at one moment. The model makes it; callers use `with model.view() as view:`.
 
-    `heads` are its dense parts by name. `predictor` is the graph of `head`, which predictions use: the head without a
+    `heads` are its dense parts by name. `session` is the graph of `head`, which predictions use: the head without a
     name, unless the view comes from `under`.
     """
 
@@ -84,10 +84,10 @@ class View:
         "head",
         "heads",
         "overlays",
-        "predictor",
         "publisher",
         "readers",
         "seq",
+        "session",
     )
 
     def __init__(self, version: Version, overlays: tuple[Overlay, ...], seq: int) -> None:
@@ -108,7 +108,7 @@ class View:
         self.publisher: Holder | None = None  # set when it is published
 
     def _read_by(self, head: str) -> None:
-        self.head, self.predictor = head, self.heads.get(head, _NO_HEAD).predictor
+        self.head, self.session = head, self.heads.get(head, _NO_HEAD).session
         self._under: dict[str, View] = {}
         self._gatherings: dict[tuple[str, ...], Gathering] = {}
 
@@ -153,13 +153,13 @@ class View:
 
     @property
     def has_dense(self) -> bool:
-        """Whether the version has a dense part of this head; `predictor` says whether it is served."""
+        """Whether the version has a dense part of this head; `session` says whether it is served."""
         return self.head in self.heads
 
     @property
     def unserved(self) -> str | None:
         """Why the kept dense part is not served; None if it is, or if there is none."""
-        if self.predictor is not None or not self.has_dense:
+        if self.session is not None or not self.has_dense:
             return None
         return self.heads[self.head].unserved or INSTALL
 
@@ -342,7 +342,7 @@ class View:
         """
         if head:
             return self.under(head).predict(inputs, outputs=outputs)
-        session = self.predictor
+        session = self.session
         if session is None:
             if not self.has_dense:
                 named = ", ".join(sorted(self.heads))

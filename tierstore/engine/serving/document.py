@@ -3,7 +3,7 @@
 It says which versions there are and which line of each counts, which is active and which the canary, the labels, in
 which order versions served and why each was left, which deltas are undone, where the log begins, which loads are under
 way, and up to which delta a version accepted dense parts while it served. A verb is one new document, published whole
-by `record.py`: so whatever it changes, changes in one step, and after a crash the document before counts, or the new
+by `state_file.py`: so whatever it changes, changes in one step, and after a crash the document before counts or the new
 one. Its checksum shows every other content; `serial` grows by one with each.
 
 What is not in it, and why:
@@ -38,7 +38,7 @@ FORMAT = 1
 
 
 @dataclass(frozen=True, slots=True)
-class RoutingRecord:
+class SavedRoutes:
     """What the next start serves: the active version, the canary, its share of requests (0 to 1), free labels."""
 
     active: int | None = None
@@ -47,8 +47,8 @@ class RoutingRecord:
     labels: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
-    def for_routing(cls, served: Routing, awaited: RoutingRecord | None = None) -> RoutingRecord:
-        """The record for a restart: what is served, and the canary that is `awaited`."""
+    def for_routing(cls, served: Routing, awaited: SavedRoutes | None = None) -> SavedRoutes:
+        """The routes for a restart: what is served, and the canary that is `awaited`."""
         active, canary = (None if view is None else view.version for view in (served.active, served.canary))
         labels = dict(served.labels)
         if awaited is None:
@@ -59,7 +59,7 @@ class RoutingRecord:
     def serving(self) -> Serving:
         return self.active, self.canary
 
-    def without_label(self, name: str) -> RoutingRecord:
+    def without_label(self, name: str) -> SavedRoutes:
         return replace(self, labels={label: version for label, version in self.labels.items() if label != name})
 
 
@@ -72,7 +72,7 @@ class StateDocument:
 
     serial: int = 0
     versions: tuple[int, ...] = ()  # at the time of publishing, ascending
-    routes: RoutingRecord = field(default_factory=RoutingRecord)
+    routes: SavedRoutes = field(default_factory=SavedRoutes)
     order: ServingOrder = field(default_factory=ServingOrder)
     undone: Undone = field(default_factory=Undone)
     log_start: int | None = None
@@ -137,7 +137,7 @@ def _parse(document: Mapping[str, Any], model: str) -> StateDocument:
     return StateDocument(
         serial=ordinal(document["serial"]),
         versions=tuple(map(ordinal, document["versions"])),
-        routes=RoutingRecord(
+        routes=SavedRoutes(
             active=_number_or_none(document["active"]),
             canary=_number_or_none(canary.get("version")),
             share=check_share(canary.get("share", 0.0)),

@@ -1,4 +1,4 @@
-"""What a model serves now, and the lock under which that changes.
+"""The live views of a model: what it serves now, and the lock under which that changes.
 
 Look-ups hold no lock but the publisher's, for a moment. The thread that changes the delta log, the records of what
 serves, or a view holds `write`; locks are taken in the order switch lock, `write`, the publisher's condition.

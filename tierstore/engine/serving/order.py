@@ -1,4 +1,4 @@
-"""The order in which the versions of a model served, and why each was left: where a rollback goes, and what goes first.
+"""The serving order of a model's versions, and why each was left: where a rollback goes, and what goes first.
 
 Immutable values and pure functions. On this machine it is a part of the model's document (`document.py`), in a cluster
 of the pointer.

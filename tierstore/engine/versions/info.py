@@ -38,7 +38,7 @@ from tierstore.tiers.base import Records, RowStore
 from tierstore.tiers.disk.sst import MAX_TABLE_ID, strings_id, times_id
 from tierstore.tiers.disk.strings_file import KeptStrings
 from tierstore.tiers.disk.tier import WATERMARK
-from tierstore.tiers.host.layout import ALL_ROWS, least_budget
+from tierstore.tiers.host.table_layout import ALL_ROWS, least_budget
 from tierstore.types import BaseKind, FeatureSpec, Partitions, TableSpec
 
 log = logging.getLogger(__name__)

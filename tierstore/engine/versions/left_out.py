@@ -1,5 +1,5 @@
-"""Which undone deltas a version's rows are without: a record of its disk tier, by which a copy is recognised whose
-document is of another moment than the rows (`lifecycle/copied.py`).
+"""The undone deltas that a version's rows lack: a record of its disk tier, by which a copy is recognised whose document
+is of another moment than the rows (`lifecycle/copied.py`).
 
 Written by a fold that leaves some out, in one step with its rows, and true for as long as the rows are there. What
 earlier releases have left out is not known.

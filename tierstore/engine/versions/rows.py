@@ -58,14 +58,14 @@ class VersionRows(VersionStore, Records, Protocol):
     def fold(self, info: VersionInfo, overlay: Overlay) -> None:
         """Apply an overlay to the rows, and note it in `info`. One thread at a time."""
 
-    def needs_tidying(self) -> bool:
-        """Whether `tidy` has anything to do."""
+    def compaction_due(self) -> bool:
+        """Whether `compact` has anything to do."""
 
-    def must_tidy(self) -> bool:
+    def compaction_urgent(self) -> bool:
         """Whether there are so many files that it must not wait for other work."""
 
-    def tidy(self, info: VersionInfo, give_up: Callable[[], bool]) -> bool:
-        """Tidy the files of changed rows, on the thread that folds; `give_up` is called often. Returns whether there
+    def compact(self, info: VersionInfo, give_up: Callable[[], bool]) -> bool:
+        """Merge the files of changed rows, on the thread that folds; `give_up` is called often. Returns whether there
         are other files now.
         """
 

@@ -161,12 +161,12 @@ class Version:
         with self.writing:
             self._fold(overlay)
 
-    def tidy(self, give_up: Callable[[], bool]) -> bool:
-        """Tidy the files of changed rows, on the thread that folds; `give_up` is called often. Returns whether there
+    def compact(self, give_up: Callable[[], bool]) -> bool:
+        """Merge the files of changed rows, on the thread that folds; `give_up` is called often. Returns whether there
         are other files now. StorageError, Corruption.
         """
         with self.writing:
-            return self.rows.tidy(self.info, give_up)
+            return self.rows.compact(self.info, give_up)
 
     def _fold(self, overlay: Overlay) -> None:
         for name in overlay.tables:

@@ -34,7 +34,7 @@ from tierstore.formats.columns import (
     vector_column,
 )
 from tierstore.formats.delta.frames import BadFrames, split_streams
-from tierstore.formats.delta.head import words_of
+from tierstore.formats.delta.metadata import metadata_of
 from tierstore.formats.names import head_of_table
 from tierstore.formats.regular import read_regular
 from tierstore.formats.strings import validate
@@ -94,8 +94,8 @@ class Delta:
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaHead:
-    """What a delta says of itself before it is decoded. `decoded_bytes`: what its rows take then, as it claims."""
+class DeltaHeader:
+    """The header of a delta, read before it is decoded. `decoded_bytes`: what its rows take then, as it claims."""
 
     model: str
     seq: int
@@ -126,7 +126,7 @@ def read_delta(
 
 
 class Undecoded:
-    """The bytes of a delta, of which only the framing and what it says of itself have been read: `head`.
+    """The bytes of a delta, of which only the framing and what it says of itself have been read: `header`.
 
     DeltaError as `read_delta`, for what the framing shows.
     """
@@ -138,8 +138,8 @@ class Undecoded:
     def _open(self) -> None:
         self._streams, decoded = split_streams(self._view, self._most)
         self._first = self._reader(self._streams[0])
-        self._words = words = words_of(self._first.schema.metadata or {})
-        self.head = DeltaHead(words.model, words.seq, str(xxhash.xxh3_64_hexdigest(self._view)), decoded)
+        self._metadata = stated = metadata_of(self._first.schema.metadata or {})
+        self.header = DeltaHeader(stated.model, stated.seq, str(xxhash.xxh3_64_hexdigest(self._view)), decoded)
 
     def _reader(self, stream: tuple[int, int]) -> pa.RecordBatchStreamReader:
         return pa.ipc.open_stream(pa.py_buffer(self._view[slice(*stream)]))
@@ -149,12 +149,12 @@ class Undecoded:
         return _as_delta(lambda: self._decode(reserve), self._view)
 
     def _decode(self, reserve: Callable[[int], None]) -> Delta:
-        words, streams = self._words, self._streams
+        stated, streams = self._metadata, self._streams
         tables: dict[str, _Collected] = {}
         dense: dict[str, bytes] = {}
         for number, stream in enumerate(streams):
             reader = self._reader(stream) if number else self._first
-            if number and words_of(reader.schema.metadata or {}) != words:
+            if number and metadata_of(reader.schema.metadata or {}) != stated:
                 raise DeltaError("bad delta: its streams differ in model, seq, event_time, base_version or parts")
             for batch, metadata in reader.iter_batches_with_custom_metadata():
                 name = _table_name(metadata)
@@ -162,19 +162,19 @@ class Undecoded:
                     dense[of] = _onnx(name, batch, reserve)
                 else:
                     tables.setdefault(name, _Collected(name, reserve)).add(batch)
-        if len(streams) != words.parts:
+        if len(streams) != stated.parts:
             raise DeltaError(
-                f"bad delta, cut or joined: expected {words.parts} streams, as its metadata `parts` says, "
+                f"bad delta, cut or joined: expected {stated.parts} streams, as its metadata `parts` says, "
                 f"got {len(streams)}"
             )
         return Delta(
-            model=words.model,
-            seq=words.seq,
-            event_time=words.event_time,
-            base_version=words.base_version,
+            model=stated.model,
+            seq=stated.seq,
+            event_time=stated.event_time,
+            base_version=stated.base_version,
             tables={name: each.finish(self._most) for name, each in tables.items() if each.codes},
             dense=dense,
-            digest=self.head.digest,
+            digest=self.header.digest,
             nbytes=len(self._view),
         )
 
@@ -200,13 +200,13 @@ def read_changes(data: bytes | memoryview, table: str, codes: Keys, as_codes: Ca
         streams, _ = split_streams(view, MAX_DECODED_BYTES)
         for start, end in streams:
             reader = pa.ipc.open_stream(pa.py_buffer(view[start:end]))
-            head = words_of(reader.schema.metadata or {})
+            stated = metadata_of(reader.schema.metadata or {})
             for batch, metadata in reader.iter_batches_with_custom_metadata():
                 if _table_name(metadata) == table:
                     keys, vectors = as_codes(batch.column(KEY)), batch.column(VECTOR)
                     # of a key that is there twice the last row counts
                     deleted |= {int(keys[at]): not vectors[at].is_valid for at in np.flatnonzero(np.isin(keys, codes))}
-        return KeyChanges(head.event_time, head.base_version, deleted)
+        return KeyChanges(stated.event_time, stated.base_version, deleted)
 
     return _as_delta(read, view)
 

@@ -21,7 +21,7 @@ from tierstore.formats.names import dense_table
 from tierstore.formats.normalize import guessed_key_type, vector_rows
 from tierstore.formats.onnx_file import read_dense
 from tierstore.formats.strings import as_arrow_strings
-from tierstore.formats.times import Moment, as_moment, format_time
+from tierstore.formats.times import TimeLike, as_utc, format_time
 from tierstore.types import KeyType, Vectors, check_name, number_or_none, whole_number
 
 _ARROW_KEYS = {KeyType.INT64: pa.int64(), KeyType.UINT64: pa.uint64(), KeyType.STRING: pa.large_string()}
@@ -45,7 +45,7 @@ class DeltaWriter:
         *,
         model: str,
         seq: int,
-        event_time: Moment | None = None,
+        event_time: TimeLike | None = None,
         base_version: int | None = None,
     ) -> None:
         if not isinstance(target, (str, Path)) and not hasattr(target, "write"):
@@ -207,14 +207,14 @@ class _TableRows:
         return pa.array(np.array(from_codes(as_codes(keys, self.key_type), self.key_type)))
 
 
-def _metadata(model: str, seq: int, event_time: Moment | None, base_version: int | None) -> dict[str, str]:
+def _metadata(model: str, seq: int, event_time: TimeLike | None, base_version: int | None) -> dict[str, str]:
     check_name("model", model)
     try:
         seq, base_version = whole_number("seq", seq, 1), number_or_none("base_version", base_version, 1)
     except InvalidInput as error:
         raise DeltaError(str(error)) from error
     try:
-        moment = datetime.now(UTC) if event_time is None else as_moment(event_time)
+        moment = datetime.now(UTC) if event_time is None else as_utc(event_time)
     except ValueError as error:
         raise DeltaError(f"event_time: {error}") from error
     metadata = {"model": model, "seq": str(seq), "event_time": format_time(moment)}

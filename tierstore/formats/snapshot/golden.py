@@ -1,8 +1,9 @@
 """Golden examples of a snapshot: recorded requests, with what the version must answer before it may exist.
 
-An example is a recorded request (`requests.py`) whose file also has the expected arrays, each as `expected/<output>` or
-`expected/<feature>`. `index.json` beside the files names them. They are not in the manifest, so that an earlier release
-passes them over. `schema/examples.md` has the format. Free functions and immutable values; any thread.
+An example is a recorded request (`recorded_requests.py`) whose file also has the expected arrays, each as
+`expected/<output>` or `expected/<feature>`. `index.json` beside the files names them. They are not in the manifest, so
+that an earlier release passes them over. `schema/examples.md` has the format. Free functions and immutable values; any
+thread.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from tierstore.formats.names import GOLDEN_INDEX, REQUEST_SUFFIX
 from tierstore.formats.objects import Location
 from tierstore.formats.regular import MAX_DOCUMENT_BYTES, read_regular
 from tierstore.formats.snapshot.manifest import MAX_REQUESTS, check_path
-from tierstore.formats.snapshot.requests import ragged, read_request, request_arrays, write_arrays
+from tierstore.formats.snapshot.recorded_requests import ragged, read_request, request_arrays, write_arrays
 from tierstore.types import by_name, check_name
 
 MAX_BYTES = 256 << 20  # of all examples of a snapshot

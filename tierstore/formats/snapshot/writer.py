@@ -44,10 +44,10 @@ from tierstore.formats.snapshot.golden import (
     write_example,
 )
 from tierstore.formats.snapshot.manifest import MAX_REQUESTS, Manifest
-from tierstore.formats.snapshot.requests import write_request
+from tierstore.formats.snapshot.recorded_requests import write_request
 from tierstore.formats.snapshot.shard_writers import ArrowShard, HugeCtrShard, ShardFile, TensorShard
 from tierstore.formats.strings import as_arrow_strings
-from tierstore.formats.times import Moment, as_moment
+from tierstore.formats.times import TimeLike, as_utc
 from tierstore.formats.uploads import Uploads, scratch_directory
 from tierstore.types import Combiner, KeyType, StorageDtype, check_name
 
@@ -81,11 +81,11 @@ class SnapshotWriter:
         model: str,
         version: int,
         delta_seq: int = 0,
-        created_at: Moment | None = None,
+        created_at: TimeLike | None = None,
         scratch: str | Path | None = None,
     ) -> None:
         try:
-            moment = datetime.now(UTC).replace(microsecond=0) if created_at is None else as_moment(created_at)
+            moment = datetime.now(UTC).replace(microsecond=0) if created_at is None else as_utc(created_at)
         except ValueError as error:
             raise SnapshotError(f"created_at: {error}") from error
         self._head = {"model": model, "version": version, "delta_seq": delta_seq, "created_at": moment}

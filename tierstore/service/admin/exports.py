@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from tierstore.engine.operations.backup import MOST_KEPT
 from tierstore.formats.names import MAX_ORDINAL, DataDirectory
-from tierstore.service.admin.sources import resolve_target
+from tierstore.service.admin.allowed_places import resolve_target
 from tierstore.service.context import Service
 from tierstore.types import MAX_PARTITIONS, NAME
 

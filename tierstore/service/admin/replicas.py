@@ -8,7 +8,7 @@ from fastapi import Body, FastAPI
 from pydantic import Field
 
 from tierstore.engine.operations.digests import MOST_BUCKETS
-from tierstore.engine.operations.sample import MOST_KEYS, sample
+from tierstore.engine.operations.sampled_digests import MOST_KEYS, sampled_digests
 from tierstore.formats.names import MAX_ORDINAL
 from tierstore.service.admin.exports import ModelName, Strict
 from tierstore.service.context import Service
@@ -59,7 +59,7 @@ def add_samples(app: FastAPI, service: Service) -> None:
         wanted = request or SampleRequest()
         held = service.store.model(model)
         answer: dict[str, Any] = await service.admin_pool.run(
-            sample, held, wanted.version, wanted.keys, wanted.rows, wanted.expired_at_s
+            sampled_digests, held, wanted.version, wanted.keys, wanted.rows, wanted.expired_at_s
         )
         return answer
 

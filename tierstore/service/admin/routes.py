@@ -22,6 +22,7 @@ from tierstore.access.roles import Role
 from tierstore.errors import Conflict, NotReady, TierstoreError
 from tierstore.formats.names import MAX_ORDINAL
 from tierstore.machine import memory_bytes, processors
+from tierstore.service.admin.allowed_places import check_still_there, resolve_source
 from tierstore.service.admin.explain import add_explain
 from tierstore.service.admin.exports import JobStarted, ModelName, Strict, add_exports
 from tierstore.service.admin.figures import add_figures
@@ -31,7 +32,6 @@ from tierstore.service.admin.metrics import CONTENT_TYPE, Exposition
 from tierstore.service.admin.pages import DOCS_POLICY, STATUS_PAGE, STATUS_POLICY, docs_page
 from tierstore.service.admin.parked import add_parked
 from tierstore.service.admin.replicas import add_samples
-from tierstore.service.admin.sources import check_still_there, resolve_source
 from tierstore.service.admin.uploads import SCHEME, add_uploads
 from tierstore.service.context import Service
 from tierstore.service.http import messages

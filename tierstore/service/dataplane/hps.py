@@ -32,7 +32,7 @@ def is_hps(view: View, request: Request) -> bool:
     """Whether a request is from an HPS client."""
     if len(request.inputs) != 2 or {tensor.name for tensor in request.inputs} != {KEYS, NUMBERS}:
         return False
-    own = view.features if view.predictor is None else {**view.features, **view.predictor.bindings.plain}
+    own = view.features if view.session is None else {**view.features, **view.session.bindings.plain}
     return KEYS not in own and NUMBERS not in own
 
 

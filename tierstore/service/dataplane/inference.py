@@ -146,7 +146,7 @@ class Inference:
         checked = [(call, *parts_of(call, elements)) for call in self.plan.calls]
         dense = self.plan.dense
         if dense is not None:
-            session = self._view.predictor
+            session = self._view.session
             assert session is not None
             for tensor, position in dense.inputs:
                 self._dense_inputs[tensor.name] = _own_array(tensor.name, tensor.datatype, elements[position])
@@ -206,8 +206,8 @@ class Inference:
         """The place and dtype of a call's rows."""
         if call.feeds is not None and call.hidden:
             assert self._slot is not None
-            assert self._view.predictor is not None
-            return self._view.predictor.rows_of(self._slot, call.feature.name), call.feeds.dtype
+            assert self._view.session is not None
+            return self._view.session.rows_of(self._slot, call.feature.name), call.feeds.dtype
         position = call.rows[0]
         out: npt.NDArray[Any] = self.arrays[position]
         if call.feeds is not None:
@@ -240,7 +240,7 @@ class Inference:
         self.lookup_ns += looked_up_ns - began_ns
         if reads:
             self.disk_ns += looked_up_ns - began_ns
-        dense, session, slot = self.plan.dense, self._view.predictor, self._slot
+        dense, session, slot = self.plan.dense, self._view.session, self._slot
         if dense is not None:
             assert session is not None
             assert slot is not None

@@ -154,7 +154,7 @@ class Plan:
         numbers: int | None = None,
     ) -> Plan:
         """A plan under the view's version and dense part."""
-        session = view.predictor
+        session = view.session
         bindings, loose = (None, None) if session is None else (session.bindings, session.loose)
         return cls(view.version, view.features, bindings, loose, dense, calls, specs, work_bytes, keys, numbers)
 
@@ -167,7 +167,7 @@ class Plan:
         """Whether it was made for the view's version and dense part."""
         if self.features is not view.features:
             return False
-        session = view.predictor
+        session = view.session
         return (
             self.bindings is None
             if session is None

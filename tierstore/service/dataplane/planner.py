@@ -34,7 +34,7 @@ def make_plan(view: View, request: Request) -> Plan:
     """Plan a request under a view. Raises InvalidInput."""
     if is_hps(view, request):
         return plan_hps(view, request)
-    session = view.predictor
+    session = view.session
     calls, own = _calls(view, request.inputs, _combiners(view, request))
     specs = _outputs(view, calls, request.outputs)
     dense = None if session is None else _dense_plan(session, calls, own, specs)
@@ -52,14 +52,14 @@ class Planner:
 
     def plan(self, model: str, view: View, request: Request) -> Plan:
         """`make_plan` for a view of `model`."""
-        if view.predictor is None:
+        if view.session is None:
             return make_plan(view, request)
         inputs = tuple([(tensor.name, tensor.datatype, len(tensor.shape)) for tensor in request.inputs])
         outputs = tuple([(output.name, output.datatype, output.combiner) for output in request.outputs])
         key = model, view.version, inputs, outputs, request.combiner
         like: Plan | None = self._plans.find(key)
         if like is not None and like.fits(view):
-            return _resized(like, view.predictor, request)
+            return _resized(like, view.session, request)
         plan = make_plan(view, request)
         if _is_resizable(plan):
             self._plans.keep(key, plan)
@@ -155,7 +155,7 @@ def _calls(
     view: View, inputs: Sequence[TensorSpec], combiners: dict[str, Combiner | None]
 ) -> tuple[dict[str, Call], dict[str, tuple[TensorSpec, int]]]:
     """The look-ups of the inputs, by feature; and the dense part's own inputs, with their positions."""
-    plain = {} if view.predictor is None else view.predictor.bindings.plain
+    plain = {} if view.session is None else view.session.bindings.plain
     by_name: dict[str, int] = {}
     for position, tensor in enumerate(inputs):
         if tensor.name in by_name:
@@ -216,7 +216,7 @@ def _keys(view: View, feature: FeatureSpec, tensor: TensorSpec, combiner: Combin
 def _outputs(view: View, calls: dict[str, Call], requested: Sequence[RequestedOutput]) -> list[OutputSpec]:
     """The planned outputs, in order; notes the position of each in its feature's call."""
     wanted: list[tuple[int | None, RequestedOutput]] = list(enumerate(requested))
-    dense = {} if view.predictor is None else view.predictor.bindings.outputs
+    dense = {} if view.session is None else view.session.bindings.outputs
     if not wanted:
         wanted = [(None, RequestedOutput(name)) for name in dense or calls]
     seen: set[str] = set()
@@ -266,7 +266,7 @@ def _work_bytes(calls: dict[str, Call], specs: list[OutputSpec], dense: DensePla
 
 def raw_input(view: View, data: memoryview) -> tuple[TensorSpec, Elements]:
     """Keys of a model's only feature, sent as bytes without a description."""
-    plain = {} if view.predictor is None else view.predictor.bindings.plain
+    plain = {} if view.session is None else view.session.bindings.plain
     if len(view.features) != 1 or plain:
         names = [*view.features, *plain]
         raise InvalidInput(
@@ -290,8 +290,8 @@ def _interface_text(view: View) -> str:
         f"the features are {listed(sorted(view.features))}, with <feature>.offsets and .weights as inputs and "
         "<feature>.found as output"
     )
-    if view.predictor is not None:
-        bindings = view.predictor.bindings
+    if view.session is not None:
+        bindings = view.session.bindings
         text += (
             f"; the dense part takes {listed(sorted(bindings.plain)) or 'no input of its own'} and gives "
             f"{listed(sorted(bindings.outputs))}"

@@ -23,7 +23,7 @@ def inputs_of(view: View) -> Iterator[TensorInfo]:
     """Keys of every feature, with optional offsets and weights where it has a combiner;
     and inputs of the dense part.
     """
-    session = view.predictor
+    session = view.session
     for name, feature in view.features.items():
         # any subset of the features makes a request
         yield TensorInfo(
@@ -38,7 +38,7 @@ def inputs_of(view: View) -> Iterator[TensorInfo]:
 
 def outputs_of(view: View) -> Iterator[TensorInfo]:
     """Outputs of the dense part; and of every feature a vector for each key or bag, and whether each key was found."""
-    session = view.predictor
+    session = view.session
     if session is not None:
         for tensor in session.signature.outputs:
             yield TensorInfo(tensor.name, tensor.datatype, session.sizes(tensor.name))

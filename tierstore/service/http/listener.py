@@ -14,7 +14,7 @@ from typing import Any
 from tierstore.service.http.connection_limit import ConnectionLimit
 from tierstore.service.limits import slow_clients
 from tierstore.service.limits.silent import host_of
-from tierstore.service.openssl import WANTS_READ, Context, Session
+from tierstore.service.openssl import WANTS_READ, Context, TlsSession
 from tierstore.service.tls import Tls, has_ended
 
 logger = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ class TlsListener:
         sock: socket.socket,
         limit: ConnectionLimit,
         tls: Tls,
-        serve_connection: Callable[[int, Session | None, bool], None],
+        serve_connection: Callable[[int, TlsSession | None, bool], None],
     ) -> None:
         self._limit, self._tls, self._serve_connection = limit, tls, serve_connection
         self._listener = Listener(sock, limit, self._shake_hands)
@@ -117,7 +117,7 @@ class TlsListener:
         self._beginning.add(task)
         task.add_done_callback(self._beginning.discard)
 
-    def _begin(self, connection: socket.socket, host: str, refused: bool, task: asyncio.Task[Session]) -> None:
+    def _begin(self, connection: socket.socket, host: str, refused: bool, task: asyncio.Task[TlsSession]) -> None:
         """After a handshake: give the connection to a reactor."""
         made_room = not refused and not self._limit.silent.discard(host, task.cancel)
         error = None if task.cancelled() else task.exception()
@@ -132,7 +132,7 @@ class TlsListener:
         self._serve_connection(connection.detach(), task.result(), refused)
 
 
-async def handshake(sock: socket.socket, context: Context) -> Session:
+async def handshake(sock: socket.socket, context: Context) -> TlsSession:
     """The session of a connection after its handshake. OSError if that fails, or takes too long."""
     loop, fd = asyncio.get_running_loop(), sock.fileno()
     session = context.session(fd)

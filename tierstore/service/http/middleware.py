@@ -1,4 +1,4 @@
-"""What is around every request: the access check, and the log of requests.
+"""Middleware around every request: the access check, and the log of requests.
 
 A page in a browser on this machine can reach a loopback port too: under a name of its own that it rebinds to 127.0.0.1
 (then `Host` is that name), or by a plain cross-site request (then `Origin` is the page's, and `Sec-Fetch-Site` says

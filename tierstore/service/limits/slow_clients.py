@@ -1,4 +1,4 @@
-"""How long the service waits for clients to send and to read. Constants, the same for HTTP and gRPC."""
+"""Time limits for clients that send or read slowly. Constants, the same for HTTP and gRPC."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order in which Python serves requests from reactors: short turns, with a share for requests of no single model.
+"""Scheduling of the requests that reactors hand off: short turns, with a share for requests of no single model.
 
 A thousand connections may hand off a request each at the same time. If all were served in one turn of the event loop,
 a health check, which needs several turns, would wait for a second. So a turn ends after a few milliseconds, and in

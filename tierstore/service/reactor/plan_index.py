@@ -310,7 +310,7 @@ class PlanIndex:
 
         Called with the lock held.
         """
-        tables, session = view.open_version.tables, view.predictor
+        tables, session = view.open_version.tables, view.session
         if not can_score(plan_source, plan, session) or len(plan.specs) > request_record.MOST_TENSORS:
             return None
         on_device = any(tables[call.table.name].device is not None for call in plan.calls)

@@ -40,7 +40,7 @@ from tierstore.reactor import http2 as reactor_http2
 from tierstore.reactor import layout as kernel
 from tierstore.reactor import loop as reactor_loop
 from tierstore.service.families import counters, gauge, gauges
-from tierstore.service.openssl import Session
+from tierstore.service.openssl import TlsSession
 from tierstore.service.process import request_short_slices
 from tierstore.service.reactor.cold_reads import ColdReaders, free
 from tierstore.service.reactor.lanes import Lanes, Message
@@ -318,7 +318,7 @@ class Reactors:
         if failed:
             raise OSError(-failed, os.strerror(-failed))
 
-    def serve_connection(self, fd: int, session: Session | None = None, refused: bool = False) -> None:
+    def serve_connection(self, fd: int, session: TlsSession | None = None, refused: bool = False) -> None:
         """Give a connection to a reactor, which owns the descriptor and the session from now on.
 
         It is counted already, as on its way or as refused. Event loop only.

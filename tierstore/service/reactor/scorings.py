@@ -76,7 +76,7 @@ def can_join(plan: Plan) -> bool:
     """Whether requests of a plan's structure may be joined along the first dimension of every tensor.
 
     That is right for a dense part that treats the rows of a batch one by one, as ranking models do. A graph does not
-    say whether it does, so the operator switches joining on, and a graph that a trial has seen mix rows is never
+    say whether it does, so the operator switches joining on, and a graph that has mixed rows in its warm-up is never
     joined. What a graph does say is checked: its inputs and the requested outputs declare one name as their first
     dimension.
     """

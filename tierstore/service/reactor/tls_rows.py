@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from tierstore.kernels.codec import address_of
 from tierstore.service.access import caller_key
-from tierstore.service.openssl import Session, functions
+from tierstore.service.openssl import TlsSession, functions
 
 
 class TlsRows:
@@ -25,7 +25,7 @@ class TlsRows:
         # by descriptor: a connection's serial, the names of its client's certificate, and the reactors' key for them
         self._named: dict[int, tuple[int, tuple[str, ...], npt.NDArray[np.uint8]]] = {}
 
-    def put(self, fd: int, session: Session | None) -> bool:
+    def put(self, fd: int, session: TlsSession | None) -> bool:
         """Write the TLS fields of a connection that goes to a reactor, which then owns the session.
 
         False: there is no row, and the connection is closed.
@@ -52,7 +52,7 @@ class TlsRows:
     def close(self, fd: int) -> None:
         """Close a connection whose reactor has ended."""
         if at := self._detach(fd):
-            Session(at).close()
+            TlsSession(at).close()
         os.close(fd)
 
     def _detach(self, fd: int) -> int:

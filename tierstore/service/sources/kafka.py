@@ -17,9 +17,9 @@ from prometheus_client.core import Metric
 from tierstore.config import Settings
 from tierstore.engine.store import Store
 from tierstore.errors import DeltaError, StorageError
-from tierstore.kafka.messages import Head, KafkaMessage, head_of
+from tierstore.kafka.messages import KafkaMessage, MessageHeaders, headers_of
 from tierstore.kafka.reader import Topic, TopicReader
-from tierstore.kafka.window import Window
+from tierstore.kafka.reorder_window import ReorderWindow
 from tierstore.service.sources.kafka_apply import Applier
 from tierstore.service.sources.kafka_positions import SOURCE, Positions
 from tierstore.service.sources.kafka_status import KafkaStats, families
@@ -40,7 +40,7 @@ class KafkaSource:
         self._store, self._settings = store, settings
         self._topic = settings.kafka_topic
         self.stats = KafkaStats(self._topic)
-        self._window = Window(max(_WINDOW_BYTES, 2 * settings.max_delta))
+        self._window = ReorderWindow(max(_WINDOW_BYTES, 2 * settings.max_delta))
         self._positions = Positions(store.root.kafka_positions, self._topic)
         self._parked = store.parked_files
         self._followed: set[str] = set()
@@ -83,7 +83,7 @@ class KafkaSource:
             begin = reader.beginning() if self._positions.made_anew else far_back(reader, settings)
             self._followed = set(logs)
             self._positions.save(begin, self._followed, new_epoch=True)
-        self._window = Window(max(_WINDOW_BYTES, 2 * settings.max_delta))
+        self._window = ReorderWindow(max(_WINDOW_BYTES, 2 * settings.max_delta))
         self._seen = logs
         self._gaps, self._forgot_at = {}, {}
         self._applier.begin(self._window, reader)
@@ -125,26 +125,26 @@ class KafkaSource:
         stats = self.stats
         stats.read(message.timestamp_ms)
         try:
-            head = head_of(message)
+            headers = headers_of(message)
         except DeltaError as error:
             self._applier.park_message(message, str(error))
             return
-        last = self._applier.last(head.model) if head.model in self._followed else None
+        last = self._applier.last(headers.model) if headers.model in self._followed else None
         if last is None:
-            stats.pass_over(head.model)  # a rewind reads it again once there is such a model
-        elif head.seq <= last and self._is_same(head):
+            stats.pass_over(headers.model)  # a rewind reads it again once there is such a model
+        elif headers.seq <= last and self._is_same(headers):
             stats.duplicates += 1
-        elif head.seq <= last and head.part > 1 and not self._window.at(head.model, head.seq):
+        elif headers.seq <= last and headers.part > 1 and not self._window.at(headers.model, headers.seq):
             stats.abandoned += 1  # of an attempt whose beginning was dropped
-        elif (held := self._window.add(message, head)) is None:
+        elif (held := self._window.add(message, headers)) is None:
             stats.duplicates += 1
         elif held.nbytes > self._settings.max_delta and held not in self._applier.too_large:
             self._applier.too_large.append(held)
 
-    def _is_same(self, head: Head) -> bool:
+    def _is_same(self, headers: MessageHeaders) -> bool:
         """Whether the delta is one that the log has, or had."""
-        digest = self._store.model(head.model).log.digest(head.seq)
-        return digest is None or digest == head.digest
+        digest = self._store.model(headers.model).log.digest(headers.seq)
+        return digest is None or digest == headers.digest
 
     # --- periodic work
 

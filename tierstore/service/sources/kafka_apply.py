@@ -25,7 +25,7 @@ from tierstore.formats.delta.source import DeltaSource
 from tierstore.kafka.messages import KafkaMessage, check_digest
 from tierstore.kafka.parked import Parked, make_id
 from tierstore.kafka.reader import TopicReader
-from tierstore.kafka.window import Held, Window
+from tierstore.kafka.reorder_window import Held, ReorderWindow
 from tierstore.service.sources.kafka_positions import Positions
 from tierstore.service.sources.kafka_status import KafkaStats
 from tierstore.service.traces import Traces
@@ -53,7 +53,7 @@ class Applier:
         self._store, self._topic, self._positions, self.stats = store, topic, positions, stats
         self._parked, self._max_delta, self._stopping = store.parked_files, store.settings.max_delta, stopping
         self._traces = traces
-        self._window = Window(0)
+        self._window = ReorderWindow(0)
         self._reader: TopicReader | None = None
         self._seen: dict[str, int] = {}  # model → its log's newest seq at the last look
         self._not_before: dict[str, float] = {}  # model → when to try its next delta again
@@ -65,7 +65,7 @@ class Applier:
         self.why: dict[str, str] = {}  # model → why its next delta cannot be applied yet
         self.resume_s = 0.0  # until then the store accepts nothing
 
-    def begin(self, window: Window, reader: TopicReader) -> None:
+    def begin(self, window: ReorderWindow, reader: TopicReader) -> None:
         """Apply deltas from this window and this reader."""
         self._window, self._reader, self.too_large = window, reader, []
 

@@ -10,7 +10,7 @@ from tierstore.errors import ConfigError, DeltaError
 from tierstore.kafka.client import read_options
 from tierstore.kafka.messages import KafkaMessage
 from tierstore.kafka.row_formats import decoder, registry_of
-from tierstore.kafka.rows import RowReader, field_names
+from tierstore.kafka.row_messages import RowReader, field_names
 from tierstore.types import NAME
 
 _ROUTE = re.compile(r"([A-Za-z0-9._-]{1,249})(?:=([^/]+)/([^/]+))?")

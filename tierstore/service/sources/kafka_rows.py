@@ -34,7 +34,7 @@ from tierstore.errors import (
 from tierstore.kafka.messages import KafkaMessage, digest_of
 from tierstore.kafka.parked import Parked
 from tierstore.kafka.reader import Topic, TopicReader
-from tierstore.kafka.rows import ROW_BYTES, Row, TableRows, fit, make_delta
+from tierstore.kafka.row_messages import ROW_BYTES, Row, TableRows, fit, make_delta
 from tierstore.service.sources.kafka_apply import LONGEST_RETRY_S, RETRY_S
 from tierstore.service.sources.kafka_positions import Positions
 from tierstore.service.sources.kafka_routes import TopicRoute, make_row_reader

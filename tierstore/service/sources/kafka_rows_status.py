@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from prometheus_client.core import Metric
 
-from tierstore.kafka.rows import Row
+from tierstore.kafka.row_messages import Row
 from tierstore.service.families import counters, gauges, histograms
 from tierstore.service.sources.kafka_status import STATES, KafkaStats
 from tierstore.service.stats import FRESHNESS_BOUNDS_S, Histogram

@@ -32,7 +32,7 @@ from tierstore.service.limits.jobs import Jobs
 from tierstore.service.sources.location_record import LocationRecords
 from tierstore.service.stats import InferenceStats
 from tierstore.threads import Thread
-from tierstore.verdicts import Trial
+from tierstore.verdicts import CanaryTrial
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ class Locations(Observer):
         locations = [of.absolute() if isinstance(of, Path) else of for of in settings.watch_snapshots]
         self._places = [_Place(Finder(location)) for location in locations]
         self._busy: set[str] = set()  # models that a thread loads; under the lock of the records
-        self._trials: dict[str, Trial] = {}  # for the thread that judges
+        self._trials: dict[str, CanaryTrial] = {}  # for the thread that judges
         self._stop = threading.Event()
         self._counts = threading.Lock()
         self.loaded = self.errors = 0  # under _counts
@@ -370,7 +370,7 @@ class Locations(Observer):
         now = self._stats.requests(model, version), self._stats.requests(model, active)
         trial = self._trials.get(model)
         if trial is None:
-            trial = self._trials[model] = Trial(*now)
+            trial = self._trials[model] = CanaryTrial(*now)
         verdict, words = trial.look(*now, self._settings.snapshot_policy(model).canary_minutes)
         if verdict == "bad":
             self._withdraw(model, version, words)

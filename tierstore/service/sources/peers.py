@@ -29,7 +29,7 @@ from tierstore.formats import files
 from tierstore.service.error_status import log_failure, message_of
 from tierstore.service.families import counter, gauge
 from tierstore.threads import Thread
-from tierstore.tiers.machines import Machines, Options
+from tierstore.tiers.connection_pools import ConnectionPools, Options
 from tierstore.tiers.upstream.connections import NodeConnection, UpstreamNode
 from tierstore.tiers.upstream.options import NodeAddress, check_token, parse_node_urls, tls_context
 from tierstore.tiers.upstream.peer import Peer, PeerLog, PeerLogs
@@ -57,9 +57,9 @@ def make_peers(settings: Settings) -> list[Peer]:
     addresses = parse_node_urls(",".join(settings.peer), "peer")
     if settings.upstream_token is not None and not settings.upstream_allow_insecure_token:
         check_token(addresses)
-    machines: Machines[NodeAddress, NodeConnection] = Machines(Options(connections=1), "the node")
+    pools: ConnectionPools[NodeAddress, NodeConnection] = ConnectionPools(Options(connections=1), "the node")
     tls = tls_context(addresses, None if settings.upstream_ca is None else str(settings.upstream_ca))
-    return [Peer(UpstreamNode(address, machines, settings.upstream_token, tls)) for address in addresses]
+    return [Peer(UpstreamNode(address, pools, settings.upstream_token, tls)) for address in addresses]
 
 
 class Peers:

@@ -1,4 +1,4 @@
-"""The end of look-ups whose callers do not wait: rows that are missing, and what is given back when a stream is past one.
+"""Ends look-ups whose callers do not wait: rows that are missing, and what is given back when a stream is past one.
 
 A look-up is wholly in the caller's stream when its call returns. If keys are missing, the stream waits for a word in memory, which the thread of this
 module writes once their rows are there. **It calls no function of the driver and waits for no lock that is held during one**: such a call may wait for

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from tierstore.tiers.device import round_trip
 from tierstore.tiers.device.backend import TEAM, Buffer, DeviceError, DeviceStream
+from tierstore.tiers.device.host_registration import HostRegistration
 from tierstore.tiers.device.layout import (
     ABSENT_BYTES,
     COUNTER_BYTES,
@@ -25,7 +26,6 @@ from tierstore.tiers.device.layout import (
     occupied_keys,
 )
 from tierstore.tiers.device.order import Order
-from tierstore.tiers.device.window import HostWindow
 from tierstore.tiers.device.workspaces import DONE_BYTES, DeviceMemory, Launching, Workspace
 from tierstore.types import Keys, Rows, TableSpec
 
@@ -48,7 +48,7 @@ class TableMemory:
         self.stream: DeviceStream = device.backend.stream()
         self.control: Buffer = device.backend.alloc(layout.control_bytes)  # counters, default vector
         self.order = Order(self.stream, self.control.address + READERS_AT)
-        self.window = HostWindow(device.backend, self.stream, self.order)
+        self.host_registration = HostRegistration(device.backend, self.stream, self.order)
         # guarded by order
         self.depth = 0
         self._segments = [self._new_segment(0)]
@@ -171,7 +171,7 @@ class TableMemory:
             segments, self._segments = self._segments, []
         if not segments:
             return
-        self.window.close()
+        self.host_registration.close()
         try:
             self.stream.synchronize()
         finally:

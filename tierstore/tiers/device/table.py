@@ -116,7 +116,7 @@ class DeviceTable:
         """Let look-ups whose answer stays on the device read this host tier too. For a background thread."""
         if self.is_in_use:
             assert self.memory is not None
-            self.memory.window.open(host)
+            self.memory.host_registration.open(host)
 
     def peek(self, key: int) -> Peek:
         """The table's entry for a key, read without counting. A promotion at that moment is dropped."""
@@ -371,7 +371,7 @@ class DeviceTable:
             "rows": rows, "capacity_rows": self.capacity_rows, "absent_keys": absent, "bytes": self.bytes_in_use,
             "budget_bytes": self.budget_bytes, "admitted": admitted, "evicted": evicted,
             "dropped_stale": self._dropped_stale, "dropped_busy": self._dropped_busy, "problem": self.problem,
-            "host_problem": None if self.memory is None else self.memory.window.problem,
+            "host_problem": None if self.memory is None else self.memory.host_registration.problem,
         }  # fmt: skip
 
     def close(self) -> None:

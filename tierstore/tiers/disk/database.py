@@ -252,7 +252,7 @@ class Database:
         with self.entered(to_write=True) as db, driver_errors(f"copying {self._path} to {path}"):
             rocksdict.Checkpoint(db).create_checkpoint(str(path))
 
-    def compact(self) -> None:
+    def compact_range(self) -> None:
         """Merge all files and wait for it."""
         with self.entered(to_write=True) as db, driver_errors(f"compacting {self._path}"):
             db.compact_range(None, None)

@@ -145,10 +145,10 @@ class Patches:
         self._using = threading.Lock()
         self._users = 0  # threads that read whole patches; guarded by _using
 
-    def open(self, record_of: Callable[[str], bytes | None], *, changed: bool, tidy: bool) -> None:
+    def open(self, record_of: Callable[[str], bytes | None], *, changed: bool, remove_unnamed: bool) -> None:
         """Open the patches that a tier's record names; `record_of` reads its records. `changed`: whether deltas have changed a row.
 
-        `tidy`: remove files that it does not name. RocksDB answers for patches that cannot be opened, until `rebuild`.
+        `remove_unnamed`: remove files that it does not name. RocksDB answers for patches that cannot be opened, until `rebuild`.
         """
         record, whole = record_of(RECORD), not changed
         entries: list[dict[str, Any]] = []
@@ -165,7 +165,7 @@ class Patches:
                 whole, opened, entries = False, (), []
         self._whole = whole
         self._publish(opened)
-        if tidy and files.exists(self._folder):
+        if remove_unnamed and files.exists(self._folder):
             named = {name for entry in entries for name in (entry["name"], _filter_name(entry["name"]))}
             numbers = [int(path.stem) for path in self._folder.iterdir() if path.stem.isdigit()]
             self._next = max([self._next, *(number + 1 for number in numbers)])

@@ -89,7 +89,7 @@ class SealedTier(DiskTier):
             tier._fill_changed(keep=not read_only)
             open_files.allow(_PATCHES)
             changed = any(changed.keys for changed in tier._changed.values())
-            tier._patches.open(tier.record, changed=changed, tidy=not read_only)
+            tier._patches.open(tier.record, changed=changed, remove_unnamed=not read_only)
             close_all(tier._let_files_go())  # an opened version may not be read for a long time
         except BaseException:
             tier.close()
@@ -144,7 +144,7 @@ class SealedTier(DiskTier):
         super().ingest(sorted_files)
         if sealed:
             self._open_base()
-            self._patches.open(self.record, changed=False, tidy=False)
+            self._patches.open(self.record, changed=False, remove_unnamed=False)
 
     def _change(self, keys: Sequence[tuple[int, Keys]], watermark: bytes | None) -> None:
         new = {table_id: self._changed_in(table_id).add(changed) for table_id, changed in keys}
@@ -187,17 +187,17 @@ class SealedTier(DiskTier):
         return write_delta_file(path, records=records, tables=tables)
 
     @property
-    def needs_tidying(self) -> bool:
+    def compaction_due(self) -> bool:
         """See DiskTier."""
         return not self._patches.is_whole or self._patches.is_due
 
     @property
-    def must_tidy(self) -> bool:
+    def compaction_urgent(self) -> bool:
         """See DiskTier."""
         return self._patches.are_many
 
-    def tidy(self, path: Path, records: Records, row_bytes: Mapping[int, int], give_up: Callable[[], bool]) -> bool:
-        """`DiskTier.tidy`: rebuilds patches that are not complete, and merges patches of like size."""
+    def compact(self, path: Path, records: Records, row_bytes: Mapping[int, int], give_up: Callable[[], bool]) -> bool:
+        """`DiskTier.compact`: rebuilds patches that are not complete, and merges patches of like size."""
         before = self._patches.published
         if not self._patches.is_whole:
             if not self._patches.rebuild(row_bytes, self._entries_from, give_up):
@@ -361,7 +361,7 @@ class SealedTier(DiskTier):
     def verify(
         self, row_bytes: Mapping[int, int], progress: Callable[[int], None] | None = None
     ) -> dict[int, TableContent]:
-        """`DiskTier.verify`; patches are read back too. `tidy` rebuilds a damaged one."""
+        """`DiskTier.verify`; patches are read back too. `compact` rebuilds a damaged one."""
         content = super().verify(row_bytes, progress)
         self._patches.check()
         return content

@@ -109,17 +109,17 @@ class DiskTier:
         self._database.ingest([file if isinstance(file, Path) else file.path for file in files])
 
     @property
-    def needs_tidying(self) -> bool:
-        """Whether `tidy` has anything to do."""
+    def compaction_due(self) -> bool:
+        """Whether `compact` has anything to do."""
         return False
 
     @property
-    def must_tidy(self) -> bool:
-        """Whether there are so many files that `tidy` must not wait for other work."""
+    def compaction_urgent(self) -> bool:
+        """Whether there are so many files that `compact` must not wait for other work."""
         return False
 
-    def tidy(self, path: Path, records: Records, row_bytes: Mapping[int, int], give_up: Callable[[], bool]) -> bool:
-        """Tidy the files of changed rows, on the thread that makes changes. Readers go on; `give_up` is called often.
+    def compact(self, path: Path, records: Records, row_bytes: Mapping[int, int], give_up: Callable[[], bool]) -> bool:
+        """Merge the files of changed rows, on the thread that makes changes. Readers go on; `give_up` is called often.
 
         `records` and `row_bytes` (by table id) as for a change, `path` too. Returns whether there are other files now,
         which compiled readers find with the next view. StorageError, Corruption.
@@ -292,9 +292,9 @@ class DiskTier:
         """Make a directory `path` with RocksDB's files as they are now. Raises StorageError, Closed."""
         self._database.checkpoint(path)
 
-    def compact(self) -> None:
+    def compact_range(self) -> None:
         """Merge all files and wait for it. Raises StorageError if a merge failed in the background."""
-        self._database.compact()
+        self._database.compact_range()
         self.check_background()
 
     def check_background(self) -> None:

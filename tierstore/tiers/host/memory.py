@@ -21,7 +21,7 @@ from tierstore.kernels.codec import address_of
 from tierstore.tiers.background import yield_if_background, yield_to_requests
 from tierstore.tiers.host.cache import resize as resize_kernels
 from tierstore.tiers.host.cache.layout import CONTROL_BYTES, EPOCH, GEOMETRY
-from tierstore.tiers.host.layout import Layout
+from tierstore.tiers.host.table_layout import Layout
 from tierstore.types import Keys
 
 _STEP_BYTES = 1 << 18  # bytes of sets that a resize changes before other writers get the lock

@@ -18,14 +18,14 @@ from tierstore import kernels
 from tierstore.kernels.codec import AS_STORED, address_of, out_code
 from tierstore.tiers.base import Peek
 from tierstore.tiers.checks import check_answer, check_rows
+from tierstore.tiers.host.access_sample import NOTHING, AccessSample
 from tierstore.tiers.host.cache import lookup as lookup_kernels
 from tierstore.tiers.host.cache import sampling
 from tierstore.tiers.host.cache import write as write_kernels
 from tierstore.tiers.host.cache.layout import CONTROL_BYTES, WAYS, Areas
-from tierstore.tiers.host.layout import Layout
 from tierstore.tiers.host.memory import HostMemory
 from tierstore.tiers.host.peek import peek
-from tierstore.tiers.host.sample import NOTHING, AccessSample
+from tierstore.tiers.host.table_layout import Layout
 from tierstore.types import Keys, Rows, States, TableSpec, Vectors
 
 _CHUNK = 2048  # keys that a writer handles before other threads get the lock

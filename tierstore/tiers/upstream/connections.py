@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tierstore.addresses import host_port
 from tierstore.errors import Corruption, NotFound, Overloaded, RemoteUnavailable, StorageError
 from tierstore.http1 import Incoming, MalformedAnswer, request_head
-from tierstore.tiers.machines import Machines
+from tierstore.tiers.connection_pools import ConnectionPools
 from tierstore.tiers.upstream.options import NodeAddress
 from tierstore.tiers.upstream.wire import MOST_LOG_BYTES, PREFIX, LoggedDelta, decode_entries
 from tierstore.types import NAME
@@ -153,14 +153,14 @@ class NodeConnection:
 
 
 class UpstreamNode:
-    """One node, as a front sees it. `machines` has all of them."""
+    """One node, as a front sees it. `pools` has all of them."""
 
     def __init__(
-        self, address: NodeAddress, machines: Machines[NodeAddress, NodeConnection], token: str | None,
+        self, address: NodeAddress, pools: ConnectionPools[NodeAddress, NodeConnection], token: str | None,
         tls: ssl.SSLContext | None
     ) -> None:  # fmt: skip
         # constant after construction
-        self.address, self.machines, self._tls = address, machines, tls
+        self.address, self.pools, self._tls = address, pools, tls
         authorization = "" if token is None else f"Authorization: Bearer {token}\r\n"
         self._headers = f"Host: {host_port(address.host, address.port)}\r\n{authorization}"
 
@@ -169,12 +169,12 @@ class UpstreamNode:
 
     def acquire(self) -> NodeConnection:
         """A connection for this thread. OSError if none can be opened."""
-        kept = self.machines.kept(self.address)
-        return kept or NodeConnection(self.address, self.machines.options.connect_timeout_s, self._tls)
+        kept = self.pools.kept(self.address)
+        return kept or NodeConnection(self.address, self.pools.options.connect_timeout_s, self._tls)
 
     def release(self, connection: NodeConnection) -> None:
         if connection.open:
-            self.machines.keep(self.address, connection)
+            self.pools.keep(self.address, connection)
         else:
             connection.close()
 
@@ -198,7 +198,7 @@ class UpstreamNode:
                     connection.close()
                     if not (connection.used and error.unanswered):
                         raise
-                    self.machines.forget(self.address)
+                    self.pools.forget(self.address)
                     continue
                 except BaseException:
                     connection.close()

@@ -18,8 +18,8 @@ import numpy.typing as npt
 from tierstore.errors import Corruption, RemoteUnavailable
 from tierstore.kernels.codec import address_of
 from tierstore.kernels.partitions import group
+from tierstore.tiers.connection_pools import ConnectionPools
 from tierstore.tiers.joining import Bounds, JoinedTable, Watermarks
-from tierstore.tiers.machines import Machines
 from tierstore.tiers.upstream import reads as kernel
 from tierstore.tiers.upstream import wire
 from tierstore.tiers.upstream.connections import Broken, NodeConnection, NodeReply, UpstreamNode
@@ -32,10 +32,10 @@ _PAUSE_S = 0.05  # after which a node that refused is asked about its state agai
 
 
 class Nodes:
-    """All nodes of a front. `machines` has their shared limits and connections."""
+    """All nodes of a front. `pools` has their shared limits and connections."""
 
-    def __init__(self, nodes: Sequence[UpstreamNode], machines: Machines[NodeAddress, NodeConnection]) -> None:
-        self.nodes, self.machines = tuple(nodes), machines  # constant after construction
+    def __init__(self, nodes: Sequence[UpstreamNode], pools: ConnectionPools[NodeAddress, NodeConnection]) -> None:
+        self.nodes, self.pools = tuple(nodes), pools  # constant after construction
         self._turn = 0  # a lost step does no harm
 
     def next_turn(self) -> int:
@@ -67,7 +67,7 @@ class UpstreamTable(JoinedTable):
     """A table of a version whose rows are on other nodes. Its watermarks have one part."""
 
     def __init__(self, nodes: Nodes, model: str, version: int, table: str, row_bytes: int, source: OwnerSource) -> None:
-        super().__init__(nodes.machines, row_bytes, 1)
+        super().__init__(nodes.pools, row_bytes, 1)
         # constant after construction
         self.nodes, self.source = nodes, source
         self.path = wire.rows_path(model, version, table)
@@ -125,13 +125,13 @@ class _Read:
 
     def _assign(self, places: Keys, owned: Ownership) -> tuple[dict[int, Keys], Keys]:
         """Places by the node to ask for them, and the places for which there is no node."""
-        machines, (nodes, _) = self._table.nodes.machines, owned.owns.shape
+        pools, (nodes, _) = self._table.nodes.pools, owned.owns.shape
         turn = self._table.nodes.next_turn()
         order = (np.arange(nodes) + turn) % nodes
         usable = owned.owns[order]
         usable[[number in self._excluded for number in order]] = False
         sound = usable.copy()  # a node that failed a moment ago is asked only if there is no other
-        sound[[machines.is_suspect(self._table.nodes.nodes[number].address) for number in order]] = False
+        sound[[pools.is_suspect(self._table.nodes.nodes[number].address) for number in order]] = False
         usable = np.where(sound.any(0), sound, usable)
         of_partition = np.where(usable.any(0), order[usable.argmax(0)], -1)
         ordered, starts = np.empty(len(places), np.int64), np.empty(nodes + 1, np.int64)
@@ -156,7 +156,7 @@ class _Read:
         usable = owned.owns.copy()
         usable[list(self._excluded)] = False
         if (usable.sum(0) > 1).any() and not self._patient:
-            return min(deadline_s, time.monotonic() + self._table.nodes.machines.options.other_after_s)
+            return min(deadline_s, time.monotonic() + self._table.nodes.pools.options.other_after_s)
         return deadline_s
 
     def _request(self, groups: dict[int, Keys], line: str, until_s: float) -> list[Keys]:
@@ -181,7 +181,7 @@ class _Read:
         for request, reply in zip(requests, replies, strict=True):
             if isinstance(reply, Broken) and reply.unanswered and request.connection.used:
                 request.connection.close()
-                self._table.nodes.machines.forget(self._table.nodes.nodes[request.node].address)
+                self._table.nodes.pools.forget(self._table.nodes.nodes[request.node].address)
                 stale[request.node] = request.places
             else:
                 failed.append(self._judge(request, reply))
@@ -291,5 +291,5 @@ class _Read:
     def _note(self, number: int, error: Exception) -> None:
         """Note that a node does not answer."""
         node = self._table.nodes.nodes[number]
-        node.machines.suspect(node.address)
+        node.pools.suspect(node.address)
         self._refused(number, f"{node} does not answer: {error or type(error).__name__}")

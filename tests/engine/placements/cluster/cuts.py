@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from tierstore.engine.placements.cluster.shared_model import SharedModel
-from tierstore.tiers.remote import write
-from tierstore.tiers.remote.cluster import Cluster
+from tierstore.tiers.cluster import write
+from tierstore.tiers.cluster.topology import Cluster
 
 _READS = "TIME INFO HGET HMGET HGETALL XREVRANGE ZRANGE ZRANGEBYSCORE GET XINFO"
 # a server's `redis` that ends the script before a call, after so many that are not passed over

@@ -21,7 +21,7 @@ from tierstore.engine.placements.following import follower
 from tierstore.engine.store import Store
 from tierstore.errors import Conflict
 from tierstore.formats.delta.reader import Undecoded
-from tierstore.tiers.remote.write import Writer
+from tierstore.tiers.cluster.write import Writer
 from tierstore.tiers.ssd import index as ssd_index
 from tierstore.wire import resp
 

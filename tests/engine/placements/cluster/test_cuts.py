@@ -24,11 +24,11 @@ from tierstore.engine.placements.following.rows import RemoteRows
 from tierstore.engine.store import Store
 from tierstore.errors import Conflict, Corruption, Fenced, Overloaded, StorageError
 from tierstore.formats.delta.reader import read_delta
-from tierstore.tiers.remote.cluster import Cluster, connect
-from tierstore.tiers.remote.engines import Engine
-from tierstore.tiers.remote.scripts import APPLY
-from tierstore.tiers.remote.tier import RemoteTable
-from tierstore.tiers.remote.write import Change, Writer
+from tierstore.tiers.cluster.engines import Engine
+from tierstore.tiers.cluster.scripts import APPLY
+from tierstore.tiers.cluster.table import ClusterTable
+from tierstore.tiers.cluster.topology import Cluster, connect
+from tierstore.tiers.cluster.write import Change, Writer
 from tierstore.types import Tier
 
 pytestmark = pytest.mark.usefixtures("quick_loads")
@@ -442,7 +442,7 @@ def test_rows_of_a_delta_that_is_cut_off_are_not_read_as_older_ones(
             cuts.after(calls, APPLY.decode(), lambda *_, runs=runs, run=run: next(runs) == run)
             with contextlib.suppress(StorageError):
                 writer.apply_delta(2, 6, [Change("t", keys, new, gone)], "6" * 16)
-        tables = {1: RemoteTable(connected, name, 1, "t", [b"0"], 16)}
+        tables = {1: ClusterTable(connected, name, 1, "t", [b"0"], 16)}
         before = RemoteRows("a version", tables, 5, "refuse")
         try:
             rows, state = read(before, 5)

@@ -22,7 +22,7 @@ from tests.redis_cluster import RedisCluster, Server, wait_for
 from tierstore.engine.placements.cluster.shared_model import SharedModel
 from tierstore.engine.placements.following import follower
 from tierstore.engine.store import Store
-from tierstore.tiers.remote.layout import slot_of
+from tierstore.tiers.cluster.redis_keys import slot_of
 
 pytestmark = pytest.mark.usefixtures("quick_loads")
 

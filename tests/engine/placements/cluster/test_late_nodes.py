@@ -23,8 +23,8 @@ from tierstore.engine.placements.cluster.shared_model import SharedModel
 from tierstore.engine.placements.cluster.target import ClusterTarget
 from tierstore.engine.store import Store
 from tierstore.errors import Conflict, Corruption
-from tierstore.tiers.remote.cluster import connect
-from tierstore.tiers.remote.write import Writer
+from tierstore.tiers.cluster.topology import connect
+from tierstore.tiers.cluster.write import Writer
 
 pytestmark = pytest.mark.usefixtures("quick_loads")
 

@@ -16,7 +16,7 @@ from tests.engine import scenes
 from tests.engine.placements.cluster.scenes import OpenNode, check, has_version, member
 from tierstore.engine.placements.cluster import ingester
 from tierstore.engine.placements.cluster.shared_model import model_names
-from tierstore.tiers.remote.write import Writer
+from tierstore.tiers.cluster.write import Writer
 
 pytestmark = pytest.mark.usefixtures("quick_loads")
 

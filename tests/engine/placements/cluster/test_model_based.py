@@ -19,7 +19,7 @@ from tests.redis_cluster import RedisCluster, redis_cluster
 from tierstore.engine.model import Model
 from tierstore.engine.store import Store
 from tierstore.errors import NotFound
-from tierstore.tiers.remote.layout import slot_of
+from tierstore.tiers.cluster.redis_keys import slot_of
 
 NAMES = ("a", "b")
 WAIT_S = 120.0

@@ -10,7 +10,7 @@ import pytest
 from tests.engine import scenes
 from tests.engine.placements.cluster.scenes import OpenNode, check, has_version
 from tests.redis_cluster import needs_engine
-from tierstore.tiers.remote.cluster import Cluster
+from tierstore.tiers.cluster.topology import Cluster
 
 pytestmark = pytest.mark.usefixtures("quick_loads")
 

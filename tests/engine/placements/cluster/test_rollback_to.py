@@ -18,7 +18,7 @@ from tierstore.engine.placements.cluster.shared_model import MODELS, model_names
 from tierstore.engine.placements.cluster.undo import Undo
 from tierstore.engine.store import Store
 from tierstore.errors import Conflict
-from tierstore.tiers.remote.write import Writer
+from tierstore.tiers.cluster.write import Writer
 
 pytestmark = pytest.mark.usefixtures("quick_loads")
 

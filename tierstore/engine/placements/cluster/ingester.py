@@ -32,8 +32,8 @@ from tierstore.engine.placements.following.followed import LogEntry, Pointer
 from tierstore.engine.versions.info import VersionInfo
 from tierstore.errors import DeltaError, Fenced, SequenceGap, StorageError, TierstoreError
 from tierstore.threads import Thread
+from tierstore.tiers.cluster.write import Writer
 from tierstore.tiers.joining import REPLACED
-from tierstore.tiers.remote.write import Writer
 
 log = logging.getLogger(__name__)
 

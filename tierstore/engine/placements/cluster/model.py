@@ -25,7 +25,7 @@ from tierstore.engine.lifecycle.rules import (
     served_last,
 )
 from tierstore.engine.model import Model
-from tierstore.engine.placement import ModelPlacement, Refusals
+from tierstore.engine.placement import ModelVerbs, Refusals
 from tierstore.engine.placements.cluster.ingester import Ingester
 from tierstore.engine.placements.cluster.shared_load import SharedLoad
 from tierstore.engine.placements.cluster.shared_model import (
@@ -42,8 +42,8 @@ from tierstore.engine.placements.following.follower import Follower, remote_rows
 from tierstore.engine.serving.order import DEACTIVATED, REPLACED, ROLLBACK, WITHDRAWN, ServingOrder
 from tierstore.engine.serving.routing import Routing
 from tierstore.errors import Conflict, DeltaError, NotReady, Overloaded, SequenceGap, StorageError, TooLarge
-from tierstore.formats.delta.reader import Delta, DeltaHead
-from tierstore.tiers.remote.write import Writer
+from tierstore.formats.delta.reader import Delta, DeltaHeader
+from tierstore.tiers.cluster.write import Writer
 from tierstore.types import DeltaResult, Progress, ProgressFn, check_share
 
 log = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class ClusterModel:
         self.open_writer, self._refusals = open_writer, refusals
         self._refused: tuple[int, str] | None = None  # after which delta none was taken here, and why
         self._switching = threading.Lock()
-        self.placement = ModelPlacement(
+        self.placement = ModelVerbs(
             leads=lambda: self.ingester.epoch is not None, load=lambda: new_target(self), held=self.held,
             apply_delta=self.apply_delta, next_in_run=lambda: None, apply_run=lambda run: 0,
             activate=self.activate, rollback=self.rollback, canary=self.canary,
@@ -101,11 +101,11 @@ class ClusterModel:
 
     # --- deltas
 
-    def held(self, head: DeltaHead) -> DeltaResult | None:
+    def held(self, header: DeltaHeader) -> DeltaResult | None:
         """The result for a delta that both the cluster's log and this node have."""
-        if self.model.log.digest(head.seq) != head.digest or (self.follower.pointer.seq or 0) < head.seq:
+        if self.model.log.digest(header.seq) != header.digest or (self.follower.pointer.seq or 0) < header.seq:
             return None
-        return self._result(head.seq, applied=False)
+        return self._result(header.seq, applied=False)
 
     def _result(self, seq: int, *, applied: bool) -> DeltaResult:
         pointer = self.follower.pointer

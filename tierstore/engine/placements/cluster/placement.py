@@ -20,7 +20,7 @@ from tierstore.engine.deltas.incoming import DecodedDeltas
 from tierstore.engine.lifecycle.state import Shared
 from tierstore.engine.model import Model
 from tierstore.engine.operations.together import Models
-from tierstore.engine.placement import ModelPlacement, Refusals
+from tierstore.engine.placement import ModelVerbs, Refusals
 from tierstore.engine.placements.cluster.model import ClusterModel
 from tierstore.engine.placements.cluster.shared_model import line_text, model_names
 from tierstore.engine.placements.cluster.target import ClusterTarget, owner_of
@@ -32,12 +32,12 @@ from tierstore.engine.versions.rows import Place
 from tierstore.errors import ConfigError, RemoteUnavailable, TierstoreError
 from tierstore.formats import files
 from tierstore.formats.keys import partition_of
-from tierstore.tiers.machines import Options
-from tierstore.tiers.remote.cluster import connect
-from tierstore.tiers.remote.engines import Inspection
-from tierstore.tiers.remote.layout import slot_of
-from tierstore.tiers.remote.tier import RemoteTable
-from tierstore.tiers.remote.write import Writer
+from tierstore.tiers.cluster.engines import Inspection
+from tierstore.tiers.cluster.redis_keys import slot_of
+from tierstore.tiers.cluster.table import ClusterTable
+from tierstore.tiers.cluster.topology import connect
+from tierstore.tiers.cluster.write import Writer
+from tierstore.tiers.connection_pools import Options
 from tierstore.types import Keys, ProgressFn
 from tierstore.wire import resp
 
@@ -138,7 +138,7 @@ class ClusterPlacement:
     def adopt(self, name: str, directory: Path) -> None:
         self.refusals.check("adopt")
 
-    def existing(self, name: str) -> ModelPlacement:
+    def existing(self, name: str) -> ModelVerbs:
         return self.followed.existing(name).placement
 
     @property
@@ -164,7 +164,7 @@ class ClusterPlacement:
     def open_rows(self, name: str, info: VersionInfo) -> RemoteRows:
         line = self.followed.existing(name).follower.pointer.undone.line(info.number)
         tables = {
-            info.tables[table]["id"]: RemoteTable(
+            info.tables[table]["id"]: ClusterTable(
                 self.cluster, name, info.number, table, info.tags, spec.row_bytes, line
             )
             for table, spec in info.specs.items()

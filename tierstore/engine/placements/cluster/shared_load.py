@@ -2,7 +2,7 @@
 
 Any thread of any node may call anything. Leases only keep nodes from doing the same work at a time: rows that two of
 them write are the same rows. What is late changes nothing: each tag refuses rows of a load that has ended
-(`tiers/remote/write.py`), and nothing is noted of it here. A node that is killed keeps its leases for `CLAIM_S`, and
+(`tiers/cluster/write.py`), and nothing is noted of it here. A node that is killed keeps its leases for `CLAIM_S`, and
 goes on at once if it starts again.
 """
 

@@ -39,8 +39,8 @@ from tierstore.ingest.bulkload import disk_needed
 from tierstore.ingest.results import BaseBuild, TableBuild
 from tierstore.sizes import size_text
 from tierstore.tiers.background import Pace
+from tierstore.tiers.cluster.write import Writer
 from tierstore.tiers.disk.sealed_file import SealedFile, open_sealed, read_blocks
-from tierstore.tiers.remote.write import Writer
 from tierstore.types import BaseKind, Keys, Partitions, Progress, ProgressFn, Rows
 
 log = logging.getLogger(__name__)

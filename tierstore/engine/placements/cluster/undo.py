@@ -23,7 +23,7 @@ from tierstore.engine.placements.following.followed import LogEntry, Pointer
 from tierstore.engine.serving.undone import Undone
 from tierstore.engine.versions.info import VersionInfo
 from tierstore.formats.names import MAX_ORDINAL
-from tierstore.tiers.remote.write import Change, Writer
+from tierstore.tiers.cluster.write import Change, Writer
 
 log = logging.getLogger(__name__)
 
@@ -42,27 +42,27 @@ class Undo:
         """Do the rollback that the pointer wants; or say in the pointer why it is impossible."""
         to, current = pointer.rollback, pointer.current
         assert to is not None
-        plans, outdated = [], set[int]()
+        undos, outdated = [], set[int]()
         for info in infos:
-            plan = _Plan(self._shared, info, pointer, to, self._open_writer(info))
-            if plan.problem is None:
-                plans.append(plan)
+            undo = _VersionUndo(self._shared, info, pointer, to, self._open_writer(info))
+            if undo.problem is None:
+                undos.append(undo)
                 continue
-            plan.writer.close()
+            undo.writer.close()
             if info.number == current:
-                for other in plans:
+                for other in undos:
                     other.writer.close()
                 self._refuse(
                     to,
-                    f"version {current} of {self._shared.name!r} cannot be rolled back to delta {to}: {plan.problem}",
+                    f"version {current} of {self._shared.name!r} cannot be rolled back to delta {to}: {undo.problem}",
                 )
                 return
             outdated.add(info.number)
         try:
-            self._do(pointer, to, plans, outdated, epoch, keep_lease)
+            self._do(pointer, to, undos, outdated, epoch, keep_lease)
         finally:
-            for plan in plans:
-                plan.writer.close()
+            for undo in undos:
+                undo.writer.close()
 
     def _refuse(self, to: int, why: str) -> None:
         self._shared.update(lambda p: {"rollback": None, "refused": why} if p.rollback == to else {})
@@ -71,19 +71,19 @@ class Undo:
         self,
         pointer: Pointer,
         to: int,
-        plans: list[_Plan],
+        undos: list[_VersionUndo],
         outdated: set[int],
         epoch: int,
         keep_lease: Callable[[], None],
     ) -> None:
-        upto = max((plan.undone for plan in plans if plan.undone is not None), default=pointer.seq or 0)
+        upto = max((undo.undone for undo in undos if undo.undone is not None), default=pointer.seq or 0)
         digest = next((entry.digest for entry in self._shared.read(upto - 1, 1) if entry.seq == upto), "")
-        for plan in plans:
+        for undo in undos:
             keep_lease()
-            with plan.writer.replace_line(epoch, to) as later:
-                self._put(plan, later, epoch, keep_lease)
-                later.end_line(epoch, upto, digest, plan.tags)
-        lines = {plan.info.number: plan.writer.line + 1 for plan in plans}
+            with undo.writer.replace_line(epoch, to) as later:
+                self._put(undo, later, epoch, keep_lease)
+                later.end_line(epoch, upto, digest, undo.tags)
+        lines = {undo.info.number: undo.writer.line + 1 for undo in undos}
 
         def done(now: Pointer) -> Mapping[str, Any]:
             if now.rollback != to or now.undone != pointer.undone:
@@ -98,23 +98,23 @@ class Undo:
         self._shared.update(done)
         log.warning("model %s: rolled back to delta %d: deltas up to %d are undone", self._shared.name, to, upto)
 
-    def _put(self, plan: _Plan, later: Writer, epoch: int, keep_lease: Callable[[], None]) -> None:
-        number, tags = plan.info.number, plan.tags
-        if plan.same is not None:
-            self._shared.put_heads_back(epoch, number, plan.same)
-        for seq in reversed(plan.pops):
+    def _put(self, undo: _VersionUndo, later: Writer, epoch: int, keep_lease: Callable[[], None]) -> None:
+        number, tags = undo.info.number, undo.tags
+        if undo.same is not None:
+            self._shared.put_heads_back(epoch, number, undo.same)
+        for seq in reversed(undo.pops):
             keep_lease()
-            plan.writer.put_before(epoch, seq, tags)
-        for entry in plan.pushes:
+            undo.writer.put_before(epoch, seq, tags)
+        for entry in undo.pushes:
             keep_lease()
-            overlay = self._encode(plan.info, entry)
+            overlay = self._encode(undo.info, entry)
             changes = changes_of(overlay)
             later.keep_before(epoch, overlay.hi, changes, entry.digest)
             self._shared.put_heads(epoch, number, entry.seq, entry.digest, graphs_of(overlay))
             later.put_rows(epoch, changes, tags)
 
 
-class _Plan:
+class _VersionUndo:
     """What is to be done with one version: `pops` are taken off, the last one first, then `pushes` applied.
 
     `tags` are those whose rows this is not done with. The others have it, as the cluster has lost the end of a rollback

@@ -354,7 +354,7 @@ class Follower:
         rollbacks = pointer.undone.rollbacks
         if state.log.undone.rollbacks != rollbacks:
             with state.live.write:
-                state.publish(replace(state.record.document, undone=Undone(rollbacks)))
+                state.publish(replace(state.file.document, undone=Undone(rollbacks)))
 
     def _begin_again(self, pointer: Pointer, why: str) -> None:
         """Begin again, because nothing in memory can be trusted."""

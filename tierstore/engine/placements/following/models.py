@@ -13,7 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from tierstore.engine.lifecycle.state import Shared
 from tierstore.engine.model import Model
 from tierstore.engine.operations.together import Models
-from tierstore.engine.placement import ModelPlacement
+from tierstore.engine.placement import ModelVerbs
 from tierstore.engine.placements.following.directory import clear, open_ssd_cache
 from tierstore.errors import unknown_model
 from tierstore.threads import Thread
@@ -22,7 +22,7 @@ from tierstore.threads import Thread
 class FollowedModel(Protocol):
     """A model with its follower."""
 
-    placement: ModelPlacement
+    placement: ModelVerbs
 
     def start(self) -> None:
         """Serve it as the other machines do, and follow it."""

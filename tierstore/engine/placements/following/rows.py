@@ -205,13 +205,13 @@ class RemoteRows:
         if self._closed:
             raise Closed(f"{self._name} was closed")
 
-    def needs_tidying(self) -> bool:
+    def compaction_due(self) -> bool:
         return False
 
-    def must_tidy(self) -> bool:
+    def compaction_urgent(self) -> bool:
         return False
 
-    def tidy(self, info: VersionInfo, give_up: Callable[[], bool]) -> bool:
+    def compact(self, info: VersionInfo, give_up: Callable[[], bool]) -> bool:
         """Nothing: changed rows are in no files here."""
         return False
 

@@ -10,7 +10,7 @@ from typing import Any
 from tierstore import open_files
 from tierstore.engine.lifecycle.state import Shared
 from tierstore.engine.operations.together import Models
-from tierstore.engine.placement import ModelPlacement, Refusals
+from tierstore.engine.placement import ModelVerbs, Refusals
 from tierstore.engine.placements.local.rows import LocalRows
 from tierstore.engine.placements.local.start import Starter
 from tierstore.engine.placements.local.target import LocalTarget
@@ -66,12 +66,12 @@ class LocalPlacement:
     def adopt(self, name: str, directory: Path) -> None:
         self._models.adopt(name, directory, lambda model: Starter(model).start(again=True))
 
-    def existing(self, name: str) -> ModelPlacement:
+    def existing(self, name: str) -> ModelVerbs:
         model = self._models.get(name)
         if model is None:
             raise unknown_model(name, self._models.names())
         switcher, routes = model.switcher, model.routes
-        return ModelPlacement(
+        return ModelVerbs(
             leads=lambda: True, load=lambda: LocalTarget(model, self._base, self._shared.settings.own),
             held=model.deltas.held, apply_delta=model.apply_delta,
             next_in_run=model.deltas.next_in_run, apply_run=model.apply_run,

@@ -88,17 +88,17 @@ class LocalRows:
         info.set_counts(counts, overlay.hi)
         show_staged(where, overlay)
 
-    def needs_tidying(self) -> bool:
-        return self.disk.needs_tidying
+    def compaction_due(self) -> bool:
+        return self.disk.compaction_due
 
-    def must_tidy(self) -> bool:
-        return self.disk.must_tidy
+    def compaction_urgent(self) -> bool:
+        return self.disk.compaction_urgent
 
-    def tidy(self, info: VersionInfo, give_up: Callable[[], bool]) -> bool:
+    def compact(self, info: VersionInfo, give_up: Callable[[], bool]) -> bool:
         records = {name: value for name in _COUNTED if (value := self.disk.record(name)) is not None}
         row_bytes = {int(of["id"]): info.specs[name].row_bytes for name, of in info.tables.items()}
         row_bytes |= dict.fromkeys(info.times_ids.values(), TIME_BYTES)
-        return self.disk.tidy(files.make_dir(info.where.build) / "patches.sst", records, row_bytes, give_up)
+        return self.disk.compact(files.make_dir(info.where.build) / "patches.sst", records, row_bytes, give_up)
 
     def places(self, table: str, codes: Keys, seq: int) -> Sequence[Place | None]:
         return [None] * len(codes)

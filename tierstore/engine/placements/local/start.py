@@ -13,7 +13,7 @@ from tierstore import open_files
 from tierstore.engine.lifecycle.copied import check_version, mark_outdated
 from tierstore.engine.lifecycle.state import ignore
 from tierstore.engine.model import Model
-from tierstore.engine.serving.document import RoutingRecord
+from tierstore.engine.serving.document import SavedRoutes
 from tierstore.engine.serving.routing import Routing
 from tierstore.engine.versions.info import VersionInfo
 from tierstore.errors import Corruption, TierstoreError
@@ -33,14 +33,14 @@ class Starter:
     @property
     def host_need_bytes(self) -> int:
         """Memory of the host tier that the version to be served could use."""
-        active = self._state.record.document.routes.active
+        active = self._state.file.document.routes.active
         info = None if active is None else self._state.catalogue.get(active)
         return 0 if info is None else sum(info.host_needs())
 
     @property
     def files(self) -> int:
         """The number of row files of the versions to be served, which are open while they are read."""
-        served = self._state.record.document.routes.serving
+        served = self._state.file.document.routes.serving
         infos = [self._state.catalogue.get(number) for number in served if number is not None]
         every = (path for info in infos if info is not None for path in info.where.db.rglob("*"))
         return sum(path.suffix in _OF_ROWS for path in every)
@@ -66,7 +66,7 @@ class Starter:
 
     def _serve_again(self) -> None:
         state, copied = self._state, self._state.shared.copied
-        current = state.record.document.routes.active
+        current = state.file.document.routes.active
         for info in state.catalogue.infos():
             if info.number != current or copied:
                 self._opener.read_records(info)
@@ -75,14 +75,14 @@ class Starter:
         if current is not None:
             self._serve_current(current)
         with state.live.write:
-            state.publish(state.record.document)  # nothing is written unless the copy is of several moments
+            state.publish(state.file.document)  # nothing is written unless the copy is of several moments
 
     def _serve_current(self, current: int) -> None:
         state = self._state
         info = self._current_info(current)
         self._check_copied(info)
         info.dense_accepted_upto = state.log.last or 0
-        recorded = state.record.document.routes
+        recorded = state.file.document.routes
         self._serve_active(info, recorded)
         if recorded.canary is not None:
             self._serve_canary(recorded.canary, recorded.share)
@@ -99,7 +99,7 @@ class Starter:
             )
         return info
 
-    def _serve_active(self, info: VersionInfo, recorded: RoutingRecord) -> None:
+    def _serve_active(self, info: VersionInfo, recorded: SavedRoutes) -> None:
         # the canary stays on record until it is there as well
         awaited = None if recorded.canary is None else _labelled(recorded, recorded.canary)
         with (
@@ -124,6 +124,6 @@ class Starter:
             check_version(self._state, info)
 
 
-def _labelled(recorded: RoutingRecord, version: int) -> RoutingRecord:
+def _labelled(recorded: SavedRoutes, version: int) -> SavedRoutes:
     """The record with the labels of one version."""
     return replace(recorded, labels={name: number for name, number in recorded.labels.items() if number == version})

@@ -20,7 +20,7 @@ from tierstore import kernels
 from tierstore.engine.lifecycle.state import Shared
 from tierstore.engine.model import Model
 from tierstore.engine.operations.together import Models
-from tierstore.engine.placement import ModelPlacement, Refusals
+from tierstore.engine.placement import ModelVerbs, Refusals
 from tierstore.engine.placements.following.follower import Follower
 from tierstore.engine.placements.following.models import FollowedModels
 from tierstore.engine.placements.following.rows import PLACES_S, RemoteRows
@@ -34,7 +34,7 @@ from tierstore.formats.delta.reader import read_delta
 from tierstore.formats.keys import partition_of
 from tierstore.tiers.answers import reading
 from tierstore.tiers.base import Peek
-from tierstore.tiers.machines import Machines, Options
+from tierstore.tiers.connection_pools import ConnectionPools, Options
 from tierstore.tiers.upstream import reads as upstream_reads
 from tierstore.tiers.upstream import wire
 from tierstore.tiers.upstream.connections import NodeConnection, UpstreamNode
@@ -55,7 +55,7 @@ class FrontModel:
         self.model, self.upstream = model, upstream
         self.follower = Follower(model, upstream, node, lambda data, _: read_delta(data))
         self.start, self.close = self.follower.start, self.follower.close
-        self.placement = ModelPlacement(leads=lambda: False, **refusals.verbs(model.name))
+        self.placement = ModelVerbs(leads=lambda: False, **refusals.verbs(model.name))
 
     def status(self) -> dict[str, Any]:
         """What this front knows of the upstream model, without asking a node."""
@@ -107,11 +107,11 @@ class UpstreamPlacement:
         addresses = parse_node_urls(urls)
         if settings.upstream_token is not None and not settings.upstream_allow_insecure_token:
             check_token(addresses)
-        machines: Machines[NodeAddress, NodeConnection] = Machines(
+        pools: ConnectionPools[NodeAddress, NodeConnection] = ConnectionPools(
             Options(timeout_s=settings.remote_timeout_s), "the front"
         )
         tls = tls_context(addresses, None if settings.upstream_ca is None else str(settings.upstream_ca))
-        self.nodes = Nodes([UpstreamNode(one, machines, settings.upstream_token, tls) for one in addresses], machines)
+        self.nodes = Nodes([UpstreamNode(one, pools, settings.upstream_token, tls) for one in addresses], pools)
         self.refusals = Refusals(refusals_of("upstream"), nodes=",".join(map(str, self.nodes.nodes)))
         self.log_retention_s = settings.log_kept_s
         self.watches = [Watch(node, self.node, self._served, self._wake) for node in self.nodes.nodes]
@@ -128,14 +128,14 @@ class UpstreamPlacement:
         kernels.load(module=upstream_reads.__name__)  # now, not during the first look-up
         for watch in self.watches:
             watch.start()
-        until_s = time.monotonic() + self.nodes.machines.options.connect_timeout_s + 0.5
+        until_s = time.monotonic() + self.nodes.pools.options.connect_timeout_s + 0.5
         for watch in self.watches:
             watch.first.wait(max(0.0, until_s - time.monotonic()))
         self._look()
         self.followed.start()
 
     def close(self, close_models: Callable[[], None]) -> None:
-        self.followed.close(close_models, self.nodes.machines.close, *(watch.close for watch in self.watches))
+        self.followed.close(close_models, self.nodes.pools.close, *(watch.close for watch in self.watches))
 
     def _look(self) -> None:
         """Begin models that are new upstream."""
@@ -171,7 +171,7 @@ class UpstreamPlacement:
     def adopt(self, name: str, directory: Path) -> None:
         self.refusals.check("adopt")
 
-    def existing(self, name: str) -> ModelPlacement:
+    def existing(self, name: str) -> ModelVerbs:
         return self.followed.existing(name).placement
 
     @property
@@ -231,7 +231,7 @@ class UpstreamPlacement:
                 str(watch.node): {
                     "reachable": watch.answers,
                     "problem": watch.problem,
-                    "connections_opened": self.nodes.machines.opened(watch.node.address),
+                    "connections_opened": self.nodes.pools.opened(watch.node.address),
                 }
                 for watch in self.watches
             }

@@ -110,7 +110,7 @@ class Watch:
     def _look(self) -> None:
         serves = urlencode({"front": self._name, "serves": json.dumps(dict(self._serves()))})
         target = f"{PREFIX}/models?{serves}"
-        document = self.node.get(target, timeout_s=self.node.machines.options.connect_timeout_s)
+        document = self.node.get(target, timeout_s=self.node.pools.options.connect_timeout_s)
         if document != self._document:
             models = self.node.parse(ModelsDocument, document, target).models
             self._models = {name: ReportedModel.of(model) for name, model in models.items()}

@@ -40,7 +40,7 @@ class ServedSignatures:
 
     def fits(self, view: View) -> bool:
         """Whether it was made for the view's version and dense part."""
-        session = view.predictor
+        session = view.session
         bindings = None if session is None else session.bindings
         return self.features is view.features and self.bindings is bindings
 
@@ -74,7 +74,7 @@ def check_signature(name: object) -> str:
 
 def signature_of(view: View) -> ServedSignatures:
     """The signatures of a view's version."""
-    session = view.predictor
+    session = view.session
     inputs = {tensor.name: tensor for tensor in inputs_of(view)}
     every = {tensor.name: tensor for tensor in outputs_of(view)}
     vectors = tuple(every[name] for name in view.features)
