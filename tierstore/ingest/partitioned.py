@@ -159,7 +159,8 @@ class PartitionedBuild:
             kept = {path.relative_to(where).as_posix() for path in where.rglob("*")}
             target.move_in(where, last=BUILT_MANIFEST)
         for (number, _), of in receipts.items():
-            kept |= {f"{folder_of(number)}/{file.name}" for file in (*of.files, *(of.strings or ()))}
+            names_there = [file.name for file in of.files] + [file.name for file in of.strings or ()]
+            kept |= {f"{folder_of(number)}/{name}" for name in names_there}
         for name in names - kept:
             target.remove(name)
         return manifest.version
