@@ -3,7 +3,7 @@
 #   make test    the tests, five and a half minutes of them on two cores
 #   make test-all   with those that take long: benchmarks and examples, kills at every step, clients of other projects, larger counts
 #   make docs-test  the programs and commands of README and docs, and the examples (a part of `make test-all`)
-#   make image-test  the container image: built on a base made by debootstrap, run by buildah without root, loaded, looked up, stopped (a part of `make test-all`)
+#   make image-test  the container image: built on a base made by debootstrap, run by buildah without root, loaded, sent a model, looked up, stopped (a part of `make test-all`)
 #   make check   what must be green: format, lint, types, tests
 #   make kernels  the compiled kernels of the package and of tests, which the tests compile first where they are not there
 #   make test-files  the files of tests compiled, which each process of tests does at first

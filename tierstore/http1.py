@@ -15,15 +15,19 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Mapping
-from typing import Protocol
-
-import numpy as np
+from typing import TYPE_CHECKING, Protocol
 
 from tierstore.errors import TierstoreError
+
+if TYPE_CHECKING:
+    import numpy as np
+else:
+    from tierstore.lazy import np
 
 HEAD_BYTES = 32 << 10  # of an answer: status line and headers
 _LINE_BYTES = 4 << 10  # of a chunk's size and extensions, or a trailer
 _NO_BODY = (204, 304)
+_SMALL_BYTES = 64 << 10
 _BEGINNING = b"HTTP/1."
 _TLS = ("\x15\x03", "\x16\x03")  # records of alerts and handshakes
 _STATUS_LINE = re.compile(r"(HTTP/1\.[01]) ([1-9][0-9]{2})(?: [\t -~\x80-\xff]*)?")
@@ -54,7 +58,7 @@ def body_memory(nbytes: int) -> memoryview:
     """Memory for a body, of which the system gives each page once it is written to: a length that is only
     announced costs nothing. MemoryError.
     """
-    return np.empty(nbytes, np.uint8).data
+    return memoryview(bytearray(nbytes)) if nbytes <= _SMALL_BYTES else np.empty(nbytes, np.uint8).data
 
 
 def request_head(method: str, target: str, fields: str, body_bytes: int) -> bytes:

@@ -104,6 +104,7 @@ class VersionStatus(TypedDict):
     partitions: NotRequired[PartitionsStatus | None]
     created_at: NotRequired[str | None]
     golden: NotRequired[GoldenStatus | None]
+    hashes_only: NotRequired[dict[str, str]]  # why it does not keep the strings of string keys, by table
     mixes_rows: NotRequired[list[str]]  # heads whose requests are not joined, as rows of a batch change each other
     misapplied_transforms: NotRequired[list[str]]  # heads with a post-transform that ONNX Runtime applies otherwise
     unused_features: NotRequired[list[str]]  # that no input of its dense parts takes; empty where it serves none

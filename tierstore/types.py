@@ -10,23 +10,29 @@ Rows inside the store are `uint8[n, row_bytes]`, in the table's storage dtype (l
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from enum import IntEnum, StrEnum
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Literal, Self
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeGuard
 
 from tierstore.errors import InvalidInput, shown
 
-Keys = npt.NDArray[np.int64]
-KeysLike = npt.ArrayLike  # integers or strings: a list, an array, an Arrow array, a column of a frame, a tensor
-Rows = npt.NDArray[np.uint8]
-States = npt.NDArray[np.uint8]
-Vectors = npt.NDArray[np.float32] | npt.NDArray[np.float16]
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    Keys = npt.NDArray[np.int64]
+    KeysLike = npt.ArrayLike  # integers or strings: a list, an array, an Arrow array, a column of a frame, a tensor
+    Rows = npt.NDArray[np.uint8]
+    States = npt.NDArray[np.uint8]
+    Vectors = npt.NDArray[np.float32] | npt.NDArray[np.float16]
+else:
+    from tierstore.lazy import np
+
+    Keys = KeysLike = Rows = States = Vectors = Any
 
 BaseKind = Literal[
     "sealed", "rocksdb"
@@ -87,7 +93,7 @@ def as_version(version: object) -> int | str | None:
     """A version as callers name one: a number, also as text, a label, or None. InvalidInput for anything else."""
     if version is None:
         return None
-    if isinstance(version, (int, np.integer)) and not isinstance(version, bool) and 0 <= version < 10**19:
+    if _is_integer(version) and 0 <= version < 10**19:
         return int(version)
     text = str(version) if isinstance(version, str) else ""
     if _VERSION_NUMBER.fullmatch(text):
@@ -97,9 +103,21 @@ def as_version(version: object) -> int | str | None:
     return text
 
 
+def _is_integer(value: object) -> TypeGuard[int]:
+    if isinstance(value, int):
+        return not isinstance(value, bool)
+    return "numpy" in sys.modules and isinstance(value, np.integer)  # else it can be no such number
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    if isinstance(value, float) or _is_integer(value):
+        return True
+    return "numpy" in sys.modules and isinstance(value, np.floating)
+
+
 def whole_number(name: str, value: object, least: int, most: int = (1 << 63) - 1) -> int:
     """`value` as an int. InvalidInput, which says `name`, for no integer, and for one that is out of range."""
-    if isinstance(value, (int, np.integer)) and not isinstance(value, bool) and least <= value <= most:
+    if _is_integer(value) and least <= value <= most:
         return int(value)
     raise InvalidInput(f"{name}: expected an integer from {least} to {most}, got {shown(value)}")
 
@@ -111,16 +129,15 @@ def number_or_none(name: str, value: object, least: int, most: int = (1 << 63) -
 
 def check_seconds(name: str, value: object, *, zero: bool = False) -> float:
     """`value` as seconds: more than 0, or 0 too, and less than 30 years. InvalidInput, which says `name`."""
-    is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
-    if is_number and (0 < value < 1e9 or (zero and value == 0)):  # type: ignore[operator]
-        return float(value)  # type: ignore[arg-type]
+    if _is_number(value) and (0 < value < 1e9 or (zero and value == 0)):
+        return float(value)
     legal = "0 or more" if zero else "more than 0"
     raise InvalidInput(f"{name}: expected seconds, {legal} and less than 1e9, got {shown(value)}")
 
 
 def check_share(share: object) -> float:
     """`share` as a number from 0 to 1. InvalidInput."""
-    if isinstance(share, (int, float, np.floating)) and not isinstance(share, bool) and 0 <= share <= 1:
+    if _is_number(share) and 0 <= share <= 1:
         return float(share)
     raise InvalidInput(f"the share is {shown(share)}, expected a number from 0 to 1: 0.05 is 5% of the requests")
 

@@ -6,7 +6,7 @@ follow, versions are switched and rolled back, and what serves in the end is exp
 another data directory. After each step all rows are compared.
 
 With `--nodes URL[,URL…]` the services are there already: `python tools/elsewhere.py WORK --nodes URL --exports DIR` does what those do who use them, and
-needs tierstore alone. `tools.first_hour` and tests/deploy/test_first_model.py run that.
+needs tierstore alone. Without `--exports` it ends before the export. `tools.first_hour`, tests/deploy/test_first_model.py and tests/deploy/test_image.py run that.
 """
 
 from __future__ import annotations
@@ -176,8 +176,11 @@ def compare(lookup: Callable[..., Answer], rows: int, version: int, seqs: range 
             assert right, f"{table} from row {start} on, of version {version} with deltas {list(seqs)}"
 
 
-def use(urls: list[str], work: Path, exports: Path, rows: int) -> None:
-    """Bring a model to the services by their URLs alone, and go on with the first. `exports`: where its exports get to."""
+def use(urls: list[str], work: Path, exports: Path | None, rows: int) -> None:
+    """Bring a model to the services by their URLs alone, and go on with the first.
+
+    exports: where its exports get to; None: somewhere that cannot be seen from here, and so there is none.
+    """
     url, at = urls[0], ("--url", urls[0])
 
     def tierstore_(*words: str | Path) -> None:
@@ -210,6 +213,8 @@ def use(urls: list[str], work: Path, exports: Path, rows: int) -> None:
     with step("rolled back"):
         tierstore_("rollback", "ctr", *at)
         check(1, range(1, 3))
+    if exports is None:
+        return
     with step("exported, carried away and loaded elsewhere"):
         tierstore_("export", "ctr", "ctr/3", "--as-version", "3", *at)
         shutil.copytree(exports / "ctr/3", work / "carried")
@@ -225,9 +230,10 @@ def step(name: str) -> Iterator[None]:
     print(f"{time.monotonic() - began:8.1f} s  {name}", flush=True)
 
 
-def program(urls: list[str], work: Path, exports: Path, rows: int, python: str = sys.executable) -> list[str]:
+def program(urls: list[str], work: Path, exports: Path | None, rows: int, python: str = sys.executable) -> list[str]:
     """The command line of `use`."""
-    return [python, __file__, str(work), "--nodes", ",".join(urls), "--exports", str(exports), "--rows", str(rows)]
+    carried = [] if exports is None else ["--exports", str(exports)]
+    return [python, __file__, str(work), "--nodes", ",".join(urls), *carried, "--rows", str(rows)]
 
 
 def main() -> int:

@@ -6,8 +6,10 @@ import json
 import re
 import shlex
 import signal
+import threading
 import time
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -147,6 +149,36 @@ def test_process_1_can_be_ended_before_its_command_runs(monkeypatch: pytest.Monk
     finally:
         signal.signal(signal.SIGTERM, before)
     assert handlers == [tierstore.cli.end_at_once]
+
+
+ASKS = """
+import sys
+from tierstore.cli.app import application
+from tierstore.client import Client
+application("status")
+with Client(sys.argv[1]) as client:
+    client.status()
+print(sorted({"numpy", "pyarrow", "pydantic", "numba", "asyncio", "tierstore.engine"} & sys.modules.keys()))
+"""
+
+
+def test_a_command_that_asks_a_service_imports_nothing_of_a_store() -> None:
+    """Each of these takes as long as all else that such a command does."""
+
+    class Empty(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = b'{"models": [], "problems": []}'
+            self.send_response(200)
+            self.send_header("content-type", "application/json")
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+    with HTTPServer(("127.0.0.1", 0), Empty) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        done = python("-c", ASKS, f"http://127.0.0.1:{server.server_port}")
+        server.shutdown()
+    assert done.stdout == "[]\n", done.stderr
 
 
 def test_it_says_its_version() -> None:

@@ -1,4 +1,4 @@
-"""The image is built, started without root, loaded, asked and stopped."""
+"""The image is built, started without root, loaded from what is mounted and from what is sent to it, asked and stopped."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import yaml
 import tierstore
 from tests.deploy import image
 from tests.engine.scenes import eventually
+from tools.elsewhere import program
 
 ROOT = image.ROOT
 LOOKUP = """
@@ -54,6 +55,12 @@ def test_the_image_is_built_served_without_root_and_stopped_in_time(tmp_path: Pa
             eventually(is_healthy, "the health check passes", timeout_s=120, pause_s=0.5)
             answer = inside(["python", "-c", LOOKUP])
             assert answer.stdout == "[[3.0, 3.0]]\n", answer.stderr
+            (tmp_path / "work").mkdir()
+            line = program(["http://127.0.0.1:8000"], tmp_path / "work", None, rows=3000)
+            sent = subprocess.run(image.beside(service.pid, line), capture_output=True, text=True, timeout=300)
+            assert sent.returncode == 0, sent.stderr
+            assert "the first snapshot is sent" in sent.stdout
+            assert "the next is imported, and every row read back" in sent.stdout
             began = time.monotonic()
             (process, *_) = image.of_the_user(service.pid)
             os.kill(process, signal.SIGTERM)

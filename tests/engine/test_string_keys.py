@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -17,9 +20,10 @@ from tests.collisions import digest, pair
 from tests.engine import scenes
 from tests.formats.disks import FailingDisk
 from tests.predict.onnx_models import linear
+from tierstore.engine.data import disk_room
 from tierstore.engine.operations import backup
 from tierstore.engine.operations.restore import restore
-from tierstore.errors import Corruption, InvalidInput, TierstoreError
+from tierstore.errors import Corruption, InvalidInput, SnapshotError, TierstoreError
 from tierstore.formats import files
 from tierstore.formats.snapshot.reader import open_snapshot
 from tierstore.ingest import strings
@@ -408,4 +412,179 @@ def test_a_task_of_a_load_leaves_few_files_however_little_memory_it_has(tmp_path
         found = [text for _, some in opened.all() for text in some.to_pylist()]
     assert found == sorted(texts, key=digest)
     other = sorted_by(tmp_path, 1, file.bytes + 10, monkeypatch)
-    assert other.too_many, "the size is that of all tasks"
+    assert other.missing == "size", "the size is that of all tasks"
+    assert [path.name for path in (tmp_path / "strings").iterdir()] == [file.name]
+
+
+# --- a disk without room for them
+
+
+class FullForStrings(files.FileSystem):
+    """A disk that has no room left once rows are written."""
+
+    def create(self, path: Path) -> BinaryIO:
+        if ".strings" in path.name:
+            raise OSError(errno.ENOSPC, "injected failure")
+        return super().create(path)
+
+
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The free bytes that the file system reports, of 100 GiB."""
+    state = SimpleNamespace(bytes=50 << 30)
+
+    def statvfs(path: object) -> SimpleNamespace:
+        return SimpleNamespace(f_bavail=state.bytes, f_bfree=state.bytes, f_frsize=1, f_blocks=100 << 30)
+
+    monkeypatch.setattr(disk_room.os, "statvfs", statvfs)
+    return state
+
+
+@pytest.mark.parametrize("how", ["at the reserve", "when they are written"])
+def test_a_load_without_room_for_the_strings_of_keys_keeps_the_rows(open_store, tmp_path, free, caplog, how):
+    store = open_store(disk_reserve="256MiB")
+    where = snapshot(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        if how == "at the reserve":
+            free.bytes = (256 << 20) + 8000
+            store.load_snapshot(where)
+        else:
+            with files.use(FullForStrings()):
+                store.load_snapshot(where)
+    assert "table word: its string keys are not kept: the disk has no room for them" in caplog.text
+    assert store.model("ctr").lookup("word", ["word-7"]).tolist() == vectors([7.0]).tolist()
+    assert not (tmp_path / "data/models/ctr/1/strings").exists()
+    (entry,) = store.status()["models"]["ctr"]["versions"]
+    assert list(entry["hashes_only"]) == ["word"]
+    assert "the disk had no room" in entry["hashes_only"]["word"]
+    free.bytes = 50 << 30
+    store.apply_delta(delta(1, FIRST))
+    folded(store)
+    with pytest.raises(InvalidInput, match=r"'word' has string keys, and the disk had no room for them.*load its snap"):
+        store.export("ctr", tmp_path / "out")
+    assert store.verify().problems == ()
+    store.close()
+    store = open_store(disk_reserve="256MiB")
+    store.load_snapshot(snapshot(tmp_path, 2, there(FIRST), delta_seq=1))
+    assert store.status()["models"]["ctr"]["versions"][1]["hashes_only"] == {}
+    check_export(store, tmp_path, there(FIRST))
+
+
+def test_side_files_find_the_room_that_strings_would_take(open_store, tmp_path, free):
+    """Else a load would fail for want of what strings have taken."""
+    store = open_store(disk_reserve="256MiB")
+    where = snapshot(tmp_path)
+    side = sum(path.stat().st_size for path in where.rglob("*") if path.suffix in (".onnx", ".npy", ".npz"))
+    text = sum(len(key.encode()) for key in BASE)
+    free.bytes = (256 << 20) + side + text + 8 * len(BASE) + 1000
+    store.load_snapshot(where)
+    assert store.status()["models"]["ctr"]["versions"][0]["hashes_only"] == {}
+    free.bytes = (256 << 20) + text + 1000
+    store.load_snapshot(snapshot(tmp_path, 2))
+    assert list(store.status()["models"]["ctr"]["versions"][1]["hashes_only"]) == ["word"]
+
+
+# --- built versions
+
+
+TEXTS = {**{f"key {i}": float(i % 400) for i in range(2000)}, "": 1.0, "日本": 2.0, "k" * 70_000: 3.0}
+
+
+@pytest.mark.parametrize("partitions", [1, 3, 6])
+def test_a_built_version_carries_the_strings_of_its_keys(open_store, tmp_path, partitions):
+    """Built elsewhere, loaded here, and exported: also after a delta, and from the six of them that are merged."""
+    twins = dict.fromkeys(pair(0), 5.0)
+    built = tmp_path / "built"
+    tierstore.build_snapshot(snapshot(tmp_path, values=TEXTS | twins), built, partitions=partitions, load_workers=1)
+    store = open_store()
+    store.load_snapshot(built)
+    check_export(store, tmp_path, TEXTS | twins)
+    store.apply_delta(delta(1, FIRST))
+    folded(store)
+    store.export("ctr", tmp_path / "later")
+    assert sorted(exported_keys(tmp_path / "later")) == sorted(there(FIRST, base=TEXTS | twins))
+    count = len(list((tmp_path / "data/models/ctr/1/strings").iterdir()))
+    assert count == (partitions if partitions <= 4 else 1)
+    assert store.verify().problems == ()
+
+
+def test_a_node_with_some_partitions_copies_their_strings_alone(open_store, tmp_path):
+    """From folders of their own, from one folder, and from a build without partitions."""
+    from tierstore.formats.keys import as_codes, partition_of
+    from tierstore.types import KeyType
+
+    keys = np.array(list(TEXTS), object)
+    mine = sorted(keys[partition_of(as_codes(keys, KeyType.STRING), 3) < 2])
+    where = snapshot(tmp_path, values=TEXTS)
+    for number, partitions in enumerate((3, 1)):
+        built = tmp_path / f"built-{partitions}"
+        tierstore.build_snapshot(where, built, partitions=partitions, load_workers=1)
+        with tierstore.open(tmp_path / f"data-{number}", partition="0-1/3", **OPTIONS) as store:
+            store.load_snapshot(built)
+            store.export("ctr", tmp_path / f"out-{number}")
+        assert sorted(exported_keys(tmp_path / f"out-{number}")) == mine
+    with tierstore.open(tmp_path / "data-2", **OPTIONS) as store:
+        store.load_snapshot(tmp_path / "built-3/partition-0002")
+        store.export("ctr", tmp_path / "out-2")
+    assert sorted([*mine, *exported_keys(tmp_path / "out-2")]) == sorted(keys)
+
+
+def test_an_export_that_is_built_is_exported_again(open_store, tmp_path):
+    store = open_store()
+    store.load_snapshot(snapshot(tmp_path))
+    store.apply_delta(delta(1, FIRST))
+    store.export("ctr", tmp_path / "built", partitions=2)
+    with tierstore.open(tmp_path / "moved", **OPTIONS) as other:
+        other.load_snapshot(tmp_path / "built")
+        check_export(other, tmp_path, there(FIRST))
+
+
+@pytest.mark.parametrize("at", ["the build", "the load", "the disk"])
+def test_a_built_version_without_strings_serves_and_says_so(open_store, tmp_path, free, at):
+    """As one of an earlier release; or where the store takes none, or has no room."""
+    built = tmp_path / "built"
+    size = 0 if at == "the build" else "1GiB"
+    tierstore.build_snapshot(snapshot(tmp_path), built, load_workers=1, string_keys_size=size)
+    assert (built / "strings").exists() == (at != "the build")
+    store = open_store(string_keys_size="2KiB" if at == "the load" else "1GiB", disk_reserve="256MiB")
+    if at == "the disk":
+        free.bytes = (256 << 20) + 8000
+    store.load_snapshot(built)
+    assert store.model("ctr").lookup("word", ["word-7"]).tolist() == vectors([7.0]).tolist()
+    why = {"the build": "from a built version", "the load": "more than string_keys_size", "the disk": "no room"}[at]
+    assert why in store.status()["models"]["ctr"]["versions"][0]["hashes_only"]["word"]
+    with pytest.raises(InvalidInput, match=why):
+        store.export("ctr", tmp_path / "out")
+    assert not (tmp_path / "data/models/ctr/1/strings").exists()
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut off", "a byte"])
+def test_damaged_strings_of_a_built_version_are_refused_by_their_name(open_store, tmp_path, damage):
+    built = tmp_path / "built"
+    tierstore.build_snapshot(snapshot(tmp_path), built, load_workers=1)
+    (path,) = (built / "strings/word").iterdir()
+    content = bytearray(path.read_bytes())
+    content[len(content) // 3] ^= 1
+    if damage == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(content[:-1] if damage == "cut off" else content)
+    store = open_store()
+    with pytest.raises(SnapshotError) as refused:
+        store.load_snapshot(built)
+    assert refused.value.file == f"strings/word/{path.name}"
+    assert store.models() == []
+
+
+def test_a_build_is_the_same_bytes_again(tmp_path):
+    where = snapshot(tmp_path, values=TEXTS)
+    made = []
+    for name in ("one", "two"):
+        tierstore.build_snapshot(where, tmp_path / name, partitions=2, load_workers=1)
+        paths = sorted(path for path in (tmp_path / name).rglob("*") if path.is_file())
+        made.append({path.relative_to(tmp_path / name).as_posix(): path.read_bytes() for path in paths})
+    assert made[0] == made[1]
+    assert [name for name in made[0] if name.endswith(".strings")] == [
+        "partition-0000/strings/word/word-0000-0000.strings",
+        "partition-0001/strings/word/word-0000-0000.strings",
+    ]

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,29 @@ def test_what_tasks_have_built_serves_what_they_were_given(
     there = names(tmp_path / "out")
     assert sum(name.startswith("partition-0002/base-item-") for name in there) > 1
     assert not [name for name in there if "/_" in name or name.startswith("_")]
+
+
+@pytest.mark.parametrize("kept", ["all", "off", "not by all tasks"])
+def test_what_tasks_have_built_carries_the_strings_of_keys(tmp_path: Path, kept: str) -> None:
+    made, out = template(tmp_path / "template"), tmp_path / "out"
+    build = tierstore.begin_build(made, out, partitions=PARTS, string_keys=kept != "off")
+    for partition in range(PARTS):
+        task = build if kept != "not by all tasks" or partition else replace(build, string_keys=False)
+        task.write("word", partition, words(task, partition))
+    build.commit({"item": 0, "word": len(WORDS)})
+    assert any(name.endswith(".strings") for name in names(out)) == (kept == "all")
+    with tierstore.open(tmp_path / "data", host_budget="4MiB", load_workers=1) as store:
+        store.load_snapshot(out)
+        assert store.model("ctr").lookup("word", WORDS)[:, 0].tolist() == list(range(len(WORDS)))
+        assert store.verify().ok
+        if kept != "all":
+            with pytest.raises(InvalidInput, match="'word' has string keys, and it was loaded from a built version"):
+                store.export("ctr", tmp_path / "exported")
+            return
+        store.export("ctr", tmp_path / "exported")
+    shards = sorted((tmp_path / "exported/word").glob("*.arrow"))
+    found = [key for shard in shards for key in pa.ipc.open_file(shard).read_all()["key"].to_pylist()]
+    assert sorted(found) == sorted(WORDS)
 
 
 @pytest.mark.thorough

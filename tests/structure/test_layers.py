@@ -33,6 +33,7 @@ FLOORS = {
     "sizes": 0,
     "verdicts": 0,
     "types": 0,
+    "lazy": 0,
     "status": 0,
     "config": 0,
     "log_limits": 0,
@@ -70,6 +71,7 @@ FLOORS = {
 # Between units of one floor nothing is allowed but this.
 SIDEWAYS = {
     ("types", "errors"),
+    ("types", "lazy"),
     ("config", "errors"),
     ("config", "types"),
     ("config", "logs"),

@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 
 from tests.counts import few_or_many
 from tierstore.errors import Corruption
-from tierstore.tiers.disk.strings_file import OpenStrings, StringsFile, merged_strings, write_strings
+from tierstore.tiers.disk.strings_file import (
+    OpenStrings,
+    StringsFile,
+    finished,
+    merged_strings,
+    sorted_strings,
+    write_ascending,
+)
 
 MANY = [f"user-{i}" for i in range(20_000)] + ["", "é", "x" * 70_000, "y" * 200_000, "日本"]
 
@@ -25,7 +32,7 @@ def digest(text: str) -> int:
 
 def written(path: Path, texts: list[str]) -> StringsFile:
     hashes = np.array([digest(text) for text in texts], np.int64)
-    return write_strings(path, pa.array(texts, pa.large_string()), hashes)
+    return write_ascending(path, sorted_strings(hashes, pa.array(texts, pa.large_string())))
 
 
 def read(path: Path, file: StringsFile) -> list[str]:
@@ -59,8 +66,17 @@ def test_any_strings_are_read_back(tmp_path_factory, texts):
 def test_a_slice_of_an_array_is_written_as_itself(tmp_path):
     strings = pa.array(["before", "a", "bc", "", "after"], pa.large_string()).slice(1, 3)
     hashes = np.array([digest(text) for text in strings.to_pylist()], np.int64)
-    file = write_strings(tmp_path / "a.strings", strings, hashes)
+    file = write_ascending(tmp_path / "a.strings", sorted_strings(hashes, strings))
     assert sorted(read(tmp_path / "a.strings", file)) == ["", "a", "bc"]
+
+
+def test_a_file_says_what_it_is(tmp_path):
+    path = tmp_path / "a.strings"
+    assert written(path, MANY) == finished(path)
+    for other in (b"", b"short", path.read_bytes()[:-1]):
+        (tmp_path / "other").write_bytes(other)
+        with pytest.raises(Corruption, match="other is no file of strings"):
+            finished(tmp_path / "other")
 
 
 def test_no_changed_byte_is_read_as_a_string(tmp_path):

@@ -168,6 +168,8 @@ def _notes(entry: Mapping[str, Any]) -> Iterator[str]:
     of = f"version {entry['version']}:"
     if report := entry.get("golden"):
         yield f"{of} golden examples: {printable(golden_text(report))}"
+    for table, why in (entry.get("hashes_only") or {}).items():
+        yield f"{of} table {plain(table)} has string keys, and {plain(why)}"
     for note in dense_notes(entry):
         yield f"[yellow]{of}[/] {escape(note)}"
 

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from tierstore.errors import InvalidInput, Locked, NotFound
-from tierstore.status import dense_notes
 
 if TYPE_CHECKING:
     from tierstore.client import Client
@@ -183,6 +182,7 @@ def say_what_goes(target: Store | Client, model: str | None, snapshot: str | Pat
 def warn_of_dense(target: Store | Client, snapshot: str | Path, version: int) -> None:
     """Print what a user may not expect of the dense parts of the version loaded from `snapshot`."""
     from tierstore.client.identify import snapshot_model
+    from tierstore.status import dense_notes
 
     try:
         model = snapshot_model(snapshot)

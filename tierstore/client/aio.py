@@ -12,9 +12,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Literal, Unpack, overload
-
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 from tierstore.client.aio_models import AsyncRemoteModel
 from tierstore.client.async_transport import AsyncTransport
@@ -22,8 +20,12 @@ from tierstore.client.base import ClientBase
 from tierstore.client.operations import BagOptions, Floats, Found, LookupOptions, PredictOptions
 from tierstore.client.settings import ClientSettings
 from tierstore.logs import LogLevel
-from tierstore.status import ServiceStatus
 from tierstore.types import BackupReport, DeltaResult, ExportReport, KeysLike, ProgressFn
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from tierstore.status import ServiceStatus
 
 
 class AsyncClient(ClientBase[AsyncTransport]):

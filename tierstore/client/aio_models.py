@@ -6,15 +6,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Unpack, overload
-
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 from tierstore.client.async_transport import AsyncTransport
 from tierstore.client.inference import Version
 from tierstore.client.inputs import pin_version
 from tierstore.client.operations import BagOptions, Floats, Found, LookupOptions, Operations, PredictOptions
 from tierstore.types import KeysLike
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 
 class AsyncRemoteModel:

@@ -14,10 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tierstore.client import wire
 from tierstore.client.attempts import NodeCall, Outgoing, new_request_id
@@ -30,8 +27,15 @@ from tierstore.types import NAME, as_version, check_seconds, model_and_head, nam
 SWITCH_ATTEMPTS = 4  # at a request in parts, when versions switch between the parts
 _MODELS_LIMIT = 256  # in the cache
 
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    Outputs = dict[str, npt.NDArray[Any]]
+else:
+    Outputs = dict
+
 Version = int | str | None
-Outputs = dict[str, npt.NDArray[Any]]
 T = TypeVar("T")
 
 

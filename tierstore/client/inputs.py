@@ -7,18 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any
 
 from tierstore.client import wire
 from tierstore.errors import InvalidInput, shown
 from tierstore.formats.key_arrays import key_array
 from tierstore.types import KeysLike, as_version, by_name, keys_and_bags, weights_of
 
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+else:
+    from tierstore.lazy import np
+
 _PARTS = (".offsets", ".weights")
-_NO_KEYS = np.empty(0, np.int64)  # of any type of integers
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,7 @@ class Batch:
         if self.n:
             return self
         declared = _declared(metadata).get(self.feature, {})
-        return replace(self, keys=_no_strings() if declared.get("datatype") == "BYTES" else _NO_KEYS)
+        return replace(self, keys=_no_strings() if declared.get("datatype") == "BYTES" else _no_keys())
 
     def bags(self, first: int, last: int) -> Batch:
         """The bags [first, last)."""
@@ -219,7 +221,7 @@ def as_keys(keys: KeysLike) -> Any:
     """
     array = key_array(keys)
     if not len(array):
-        return _NO_KEYS
+        return _no_keys()
     if isinstance(array, np.ndarray) and array.dtype.kind in "iu":
         return array.astype(np.int64 if array.dtype.kind == "i" else np.uint64, copy=False)
     return _as_strings(array)
@@ -229,6 +231,11 @@ def _as_strings(keys: Any) -> Any:
     from tierstore.formats.strings import as_arrow_strings  # imports Arrow, which integer keys do not need
 
     return as_arrow_strings(keys)
+
+
+def _no_keys() -> npt.NDArray[np.int64]:
+    """No keys, of any type of integers."""
+    return np.empty(0, np.int64)
 
 
 def _no_strings() -> Any:

@@ -10,11 +10,8 @@ import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypedDict, cast
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast
 from urllib.parse import quote
-
-import numpy as np
-import numpy.typing as npt
 
 from tierstore.client import wire
 from tierstore.client.attempts import new_request_id
@@ -63,7 +60,6 @@ from tierstore.errors import (
     shown,
 )
 from tierstore.formats.delta.source import DeltaSource, delta_bytes
-from tierstore.status import ServiceStatus
 from tierstore.types import (
     MAX_PARTITIONS,
     BackupReport,
@@ -81,8 +77,17 @@ from tierstore.types import (
     whole_number,
 )
 
-Floats = npt.NDArray[np.floating[Any]]
-Found = npt.NDArray[np.bool_]
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from tierstore.status import ServiceStatus
+
+    Floats = npt.NDArray[np.floating[Any]]
+    Found = npt.NDArray[np.bool_]
+else:
+    Floats = Found = Any
+
 Source = str | Path
 
 POLL_S = (0.05, 1.0)  # how often the state of a job is read: at first, and at most
@@ -208,7 +213,7 @@ class Operations:
         got = yield from self._document("GET", "/admin/models" if model is None else _admin(model))
         listed = got if model is None else {"models": [got]}
         models = {part_of(document, "model", str): document for document in part_of(listed, "models", list)}
-        return cast(ServiceStatus, {**listed, "models": models})
+        return cast("ServiceStatus", {**listed, "models": models})
 
     # --- versions and deltas
 

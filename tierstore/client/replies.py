@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
-import numpy.typing as npt
 import orjson
 
 from tierstore.client import wire
@@ -33,8 +31,15 @@ from tierstore.errors import (
 )
 from tierstore.http1 import body_memory, decimal
 
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    Destination = Callable[[str, tuple[int, ...], np.dtype[Any]], npt.NDArray[Any] | None]
+else:
+    from tierstore.lazy import np
+
 T = TypeVar("T")
-Destination = Callable[[str, tuple[int, ...], np.dtype[Any]], npt.NDArray[Any] | None]
 
 
 class DocumentReply:
@@ -141,7 +146,7 @@ class Tensors(DocumentReply):
         for output in self._described:
             if output.nbytes is None:
                 continue
-            if output.dtype is wire.OBJECT:
+            if output.datatype == "BYTES":
                 self._raw[output.name] = raw = body_memory(output.nbytes)
                 self._segments.append(raw)
                 continue
@@ -159,7 +164,7 @@ class Tensors(DocumentReply):
         for output in self._described or []:
             if output.nbytes is None:
                 self._store(output, wire.from_json(output))
-            elif output.dtype is wire.OBJECT:
+            elif output.datatype == "BYTES":
                 self._store(output, wire.from_length_prefixed(bytes(self._raw[output.name]), output.shape))
             elif not self._direct:
                 self._store(output, self.outputs[output.name])

@@ -13,13 +13,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any
 
 from tierstore.client import wire
 from tierstore.client.inputs import Bags, Batch, Plain
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+else:
+    from tierstore.lazy import np
 
 Position = slice | None  # rows of the whole output; None: the output is the same in every part
 

@@ -13,31 +13,45 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
 import orjson
 
 from tierstore.errors import InvalidInput, TierstoreError
 
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+else:
+    from tierstore.lazy import np
+
 HEADER_LENGTH = "inference-header-content-length"  # of both directions
 
-_DTYPES: dict[str, np.dtype[Any]] = {
-    "BOOL": np.dtype(np.bool_),
-    "INT8": np.dtype("i1"),
-    "INT16": np.dtype("<i2"),
-    "INT32": np.dtype("<i4"),
-    "INT64": np.dtype("<i8"),
-    "UINT8": np.dtype("u1"),
-    "UINT16": np.dtype("<u2"),
-    "UINT32": np.dtype("<u4"),
-    "UINT64": np.dtype("<u8"),
-    "FP16": np.dtype("<f2"),
-    "FP32": np.dtype("<f4"),
-    "FP64": np.dtype("<f8"),
+_CODES = {
+    "BOOL": "?",
+    "INT8": "i1",
+    "INT16": "<i2",
+    "INT32": "<i4",
+    "INT64": "<i8",
+    "UINT8": "u1",
+    "UINT16": "<u2",
+    "UINT32": "<u4",
+    "UINT64": "<u8",
+    "FP16": "<f2",
+    "FP32": "<f4",
+    "FP64": "<f8",
 }
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+@cache
+def _dtypes() -> dict[str, np.dtype[Any]]:
+    return {name: np.dtype(code) for name, code in _CODES.items()}
+
+
+@cache
+def _names() -> dict[np.dtype[Any], str]:
+    return {dtype: name for name, dtype in _dtypes().items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,18 +74,18 @@ class Output:
 
 def dtype_of(datatype: str | None) -> np.dtype[Any] | None:
     """The NumPy dtype of a datatype of numbers; None for any other."""
-    return _DTYPES.get(datatype or "")
+    return _dtypes().get(datatype or "")
 
 
 def name_of(dtype: np.dtype[Any]) -> str:
     """The protocol's datatype of a dtype of numbers."""
-    return _NAMES[dtype]
+    return _names()[dtype]
 
 
 def numbers(name: str, values: npt.NDArray[Any]) -> Input:
     """An input of numbers. Shares the memory of a C-contiguous array."""
     array = np.asarray(values, values.dtype.newbyteorder("="), order="C")
-    datatype = _NAMES.get(array.dtype)
+    datatype = _names().get(array.dtype)
     if datatype is None:
         raise InvalidInput(f"input {name!r}: expected integers, floats or booleans, got {array.dtype}")
     return Input(name, datatype, array.shape, array.reshape(-1).view(np.uint8).data)
@@ -113,10 +127,7 @@ class Described:
     @property
     def dtype(self) -> np.dtype[Any]:
         """The dtype of the array; `object` for BYTES."""
-        return OBJECT if self.datatype == "BYTES" else _DTYPES[self.datatype]
-
-
-OBJECT = np.dtype(object)
+        return np.dtype(object) if self.datatype == "BYTES" else _dtypes()[self.datatype]
 
 
 def document(inputs: Sequence[Input], outputs: Sequence[Output]) -> bytes:
@@ -157,9 +168,9 @@ def described(text: bytes | bytearray | memoryview) -> tuple[int | None, list[De
             if not all(type(size) is int and size >= 0 for size in (0 if nbytes is None else nbytes, *one.shape)):
                 raise ValueError(f"{nbytes} bytes of shape {list(one.shape)}")
             if nbytes is None:
-                if one.data is None and one.datatype not in _DTYPES:
+                if one.data is None and one.datatype not in _CODES:
                     raise ValueError(f"output {one.name!r} has neither bytes nor data")
-            elif one.dtype is not OBJECT and nbytes != math.prod(one.shape) * one.dtype.itemsize:
+            elif one.datatype != "BYTES" and nbytes != math.prod(one.shape) * one.dtype.itemsize:
                 raise ValueError(f"{nbytes} bytes for {one.datatype} of shape {one.shape}")
             outputs.append(one)
         version = header.get("model_version")

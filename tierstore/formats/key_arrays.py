@@ -6,12 +6,15 @@ No kernels here, and Arrow only for keys that are Arrow's: a client that sends i
 from __future__ import annotations
 
 from collections.abc import Iterable, Sized
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from tierstore.errors import InvalidInput
 from tierstore.types import check_sequence
+
+if TYPE_CHECKING:
+    import numpy as np
+else:
+    from tierstore.lazy import np
 
 
 def key_array(keys: Any, kind: str = "integer or string") -> Any:

@@ -128,6 +128,19 @@ def strings_file(table: str, task: int, number: int) -> str:
     return f"{check_name('table', table)}-{task:04d}-{number:04d}{STRINGS_SUFFIX}"
 
 
+def built_strings(table: str, name: str) -> str:
+    """Where a built version has a file with strings of a table's keys."""
+    return f"{STRINGS}/{check_name('table', table)}/{name}"
+
+
+def table_of_strings(name: str) -> str | None:
+    """The table whose strings are in a file of a built version, also below a folder; None for another file."""
+    folder, _, file = name.rpartition("/")
+    folder, _, table = folder.rpartition("/")
+    is_of_strings = folder.rpartition("/")[2] == STRINGS and file.endswith(STRINGS_SUFFIX)
+    return table if is_of_strings else None
+
+
 def parse_log_entry(name: str) -> tuple[int, str] | None:
     """(seq, digest) of a log entry's file name, or None if it is not one."""
     match = _LOG_ENTRY.fullmatch(name)

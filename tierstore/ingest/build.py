@@ -18,13 +18,14 @@ from typing import Any
 from tierstore.config import Settings, load_settings
 from tierstore.errors import Conflict, InvalidInput, Locked, SnapshotError, StorageError
 from tierstore.formats import files
-from tierstore.formats.names import BUILD, BUILT_MANIFEST, REQUEST_SUFFIX, VersionDirectory
+from tierstore.formats.names import BUILD, BUILT_MANIFEST, REQUEST_SUFFIX, STRINGS, VersionDirectory, built_strings
 from tierstore.formats.objects import is_url
 from tierstore.formats.snapshot.built import (
     BuiltFile,
     BuiltManifest,
     BuiltSnapshot,
     BuiltTable,
+    OtherFile,
     open_source,
     other_file,
     write_built,
@@ -57,7 +58,7 @@ def build_snapshot(
     `Store.load_snapshot` and `tierstore load` accept `out` like a snapshot, and only copy it. With `partitions` it has a
     folder for each partition, with the keys that `partition_of` assigns to it, each a built version of its own; a store loads all of
     them, or those that its setting `partition` names.
-    `load_memory` and `load_workers` are settings as for a store. `out` must not exist, or be empty, or be left by a build of
+    `load_memory`, `load_workers` and `string_keys_size` are settings as for a store. `out` must not exist, or be empty, or be left by a build of
     the same snapshot that was broken off: then the build goes on. It may be a URL: then it is built in `scratch`, by default where
     temporary files are, and uploaded, with `built.json` last. Raises SnapshotError, InvalidInput, Conflict for an `out` with a built
     version, Locked, StorageError, and LoadCancelled when `cancelled` is set.
@@ -113,11 +114,11 @@ def build_version(
             progress=progress,
             cancelled=cancelled,
         ) as bulk:
-            made = bulk.build()
+            made = bulk.keep_strings(bulk.build(), build / STRINGS, settings.string_keys_size, 0)
         snapshot.check_unchanged(identity)
         roots = [out] if partitions == 1 else [files.make_dir(out / f"partition-{i:04}") for i in range(partitions)]
         for partition, root in enumerate(roots):
-            _finish(root, snapshot, bulk, made, partition, partitions)
+            _finish(root, snapshot, bulk, made, (partition, partitions), build / STRINGS)
         if partitions > 1:
             write_partitions(out, [root.name for root in roots], snapshot.manifest)
         files.remove_tree(build)
@@ -152,12 +153,17 @@ def _gather(out: Path, build: Path) -> None:
     """Move finished files back to the load's directory, where a build was broken off after it had moved them out."""
     moved = [*out.glob("base-*"), *out.glob("partition-*/base-*")]
     files.rename_all([(path, build / path.name) for path in moved])
+    for strings in [*out.glob(STRINGS), *out.glob(f"partition-*/{STRINGS}")]:  # they are made again
+        files.remove_tree(strings)
 
 
-def _finish(root: Path, snapshot: Snapshot, bulk: BulkLoad, made: BaseBuild, partition: int, partitions: int) -> None:
+def _finish(
+    root: Path, snapshot: Snapshot, bulk: BulkLoad, made: BaseBuild, part: tuple[int, int], strings: Path
+) -> None:
     """Move a partition's files into its directory, copy the side files there, and publish `built.json`."""
-    written = [(task, of) for task, of in bulk.written if task.partition == partition and of.xxh3 is not None]
+    written = [(task, of) for task, of in bulk.written if task.partition == part[0] and of.xxh3 is not None]
     files.rename_all([(Path(task.out), root / Path(task.out).name) for task, _ in written])
+    kept = _move_strings(root, made, strings, f"{part[0]:04}" if part[1] > 1 else "")
     tables = []
     for name, table in made.tables.items():
         mine = [of for task, of in written if task.table == name]
@@ -174,7 +180,21 @@ def _finish(root: Path, snapshot: Snapshot, bulk: BulkLoad, made: BaseBuild, par
             )
         )
     built = [built_file(task.table, Path(task.out).name, of) for task, of in written]
-    finish_folder(root, snapshot, snapshot.manifest, tables, built, (partition, partitions))
+    finish_folder(root, snapshot, snapshot.manifest, tables, built, part, kept)
+
+
+def _move_strings(root: Path, made: BaseBuild, folder: Path, partition: str) -> list[OtherFile]:
+    """Move the strings of a partition's keys into its directory. Returns their entries."""
+    moves = []
+    for name, table in made.tables.items():
+        for file in () if table.strings is None else table.strings.files:
+            path = folder / file.name
+            if path.parent == folder / partition:
+                moves.append((path, root / built_strings(name, path.name)))
+    for _, target in moves:
+        files.make_dir(target.parent)
+    files.rename_all(moves)
+    return [other_file(root, target) for _, target in moves]
 
 
 def built_file(table: str, name: str, of: Merged) -> BuiltFile:
@@ -191,8 +211,12 @@ def finish_folder(
     tables: Sequence[BuiltTable],
     built: Sequence[BuiltFile],
     part: tuple[int, int],
+    strings: Sequence[OtherFile],
 ) -> None:
-    """Copy the snapshot's side files to a folder that has these files, of which partition of how many, and publish its `built.json`."""
+    """Copy the snapshot's side files to a folder that has these files, of which partition of how many, and publish its `built.json`.
+
+    strings: those of its keys, which are there too.
+    """
     others = copy_side_files(snapshot, VersionDirectory(root))
     document = BuiltManifest(
         sealed_format=SEALED_FORMAT,
@@ -200,7 +224,7 @@ def finish_folder(
         partitions=part[1],
         tables=tuple(tables),
         files=tuple(built),
-        others=tuple(other_file(root, path) for path in others),
+        others=(*(other_file(root, path) for path in others), *strings),
     )
     write_built(root, document, _as_here(manifest, VersionDirectory(root)))
 

@@ -31,10 +31,10 @@ import pyarrow as pa
 from tierstore import kernels
 from tierstore.errors import Corruption, DiskFull, LoadCancelled, SnapshotError, StorageError
 from tierstore.formats.colliding import hash_arrow
-from tierstore.formats.files import drop_from_cache, make_dir, remove_leftover, remove_tree, tree_bytes
+from tierstore.formats.files import drop_from_cache, make_dir, remove_file, remove_leftover, remove_tree, tree_bytes
 from tierstore.formats.keys import are_own, partition_of
 from tierstore.formats.names import BUILT_MANIFEST, JOURNAL
-from tierstore.formats.snapshot.built import BuiltManifest, BuiltSnapshot, BuiltTable
+from tierstore.formats.snapshot.built import BuiltManifest, BuiltSnapshot, BuiltTable, OtherFile
 from tierstore.formats.snapshot.manifest import TableEntry
 from tierstore.formats.snapshot.reader import Snapshot
 from tierstore.ingest.helpers import Helpers
@@ -49,6 +49,7 @@ from tierstore.ingest.tasks import (
     RESULTS,
     CheckFile,
     CheckRun,
+    CopyStrings,
     Ingest,
     JoinRuns,
     Making,
@@ -70,6 +71,12 @@ log = logging.getLogger(__name__)
 _HELPERS = "helpers"
 _INGEST = "ingest"
 _JOURNAL_FORMAT = 1  # another one where runs, files or what tasks report mean something else
+_LEFT_OUT = {
+    MissingStrings.SIZE: "they would take more than string_keys_size allows",
+    MissingStrings.ROOM: "the disk has no room for them",
+    MissingStrings.BUILT: "what was built has none",
+}
+_SPARE_BYTES = 8 << 20  # for each helper that writes strings: another one may take the room that it has found
 
 
 def disk_needed(snapshot: Snapshot, own: Partitions | None, *, memory_bytes: int, workers: int) -> int:
@@ -255,35 +262,58 @@ class BulkLoad:
         scratch = str(self._out_dir / _INGEST)
         self._helpers.run([Ingest(str(db), self._base, files, texts, scratch, self._parts)], self._progress.add)
 
-    def keep_strings(self, build: BaseBuild, folder: Path, most_bytes: int) -> BaseBuild:
+    def keep_strings(self, build: BaseBuild, folder: Path, most_bytes: int, keep_free: int) -> BaseBuild:
         """Keep the strings of string keys in a new folder, unless they take more than `most_bytes`; 0: keep none.
 
-        Returns what was built, with what is kept. Raises SnapshotError, StorageError.
+        Those of a table that would leave less than `keep_free` bytes on the disk, and room for side files, are left out:
+        rows are loaded without them. Returns what was built, with what is kept. Raises SnapshotError, StorageError.
         """
         remove_tree(folder)  # of a load that was broken off
         tables = [table for table in self._tables if table.key is KeyType.STRING]
         if len(self._tables) > MAX_TABLES_WITH_STRINGS or not most_bytes:
             return _with_strings(build, {table.name: KeptStrings(missing=MissingStrings.OFF) for table in tables})
-        if self._built is not None:
-            return _with_strings(build, {table.name: KeptStrings(missing=MissingStrings.BUILT) for table in tables})
-        tasks = [task for table in tables for task in self._sort_strings(table, folder, most_bytes)]
-        found: list[SortedStrings] = []
-        if tasks:
-            assert self._helpers is not None
+        kept: dict[str, KeptStrings] = {}
+        if tables:
             make_dir(folder)
             self._progress.begin_phase("strings", sum(table.rows for table in tables))
-            found = self._helpers.run(tasks, self._progress.add)
+            keep_free += self._partitions * self._snapshot.side_bytes() + self.plan.helpers * _SPARE_BYTES
+            kept = {of.name: self._kept_strings(of, build, folder, most_bytes, keep_free) for of in tables}
             self._progress.end_phase()
-        made = [(task.table, StringsFile(*file)) for task, of in zip(tasks, found, strict=True) for file in of.files]
-        if any(of.too_many for of in found) or sum(file.bytes for _, file in made) > most_bytes:
+        too_many = sum(file.bytes for of in kept.values() for file in of.files) > most_bytes
+        if too_many or any(of.missing is MissingStrings.SIZE for of in kept.values()):
+            kept = dict.fromkeys(kept, KeptStrings(missing=MissingStrings.SIZE))
+        for name, of in kept.items():
+            if of.missing is not None:
+                log.warning("%s: table %s: its string keys are not kept: %s", folder, name, _LEFT_OUT[of.missing])
+        if kept and all(of.missing is not None for of in kept.values()):
             remove_tree(folder)
-            return _with_strings(build, {table.name: KeptStrings(missing=MissingStrings.SIZE) for table in tables})
-        return _with_strings(
-            build,
-            {table.name: KeptStrings(tuple(file for name, file in made if name == table.name)) for table in tables},
-        )
+        return _with_strings(build, kept)
 
-    def _sort_strings(self, table: TableEntry, folder: Path, most_bytes: int) -> list[SortStrings]:
+    def _kept_strings(
+        self, table: TableEntry, build: BaseBuild, folder: Path, most_bytes: int, keep_free: int
+    ) -> KeptStrings:
+        """The strings of a table in files, or why there are none."""
+        tasks: Sequence[SortStrings | CopyStrings]
+        if self._built is None:
+            tasks = self._sort_strings(table, folder, most_bytes, keep_free)
+        else:
+            tasks = self._copy_strings(self._built.strings(table.name), table, folder, keep_free)
+            if self._own is None and sum(size for task in tasks for _, size, _ in task.sources) > most_bytes:
+                return KeptStrings(missing=MissingStrings.SIZE)
+        assert self._helpers is not None
+        found: list[SortedStrings] = self._helpers.run(tasks, self._progress.add)
+        made = tuple(StringsFile(*file) for of in found for file in of.files)
+        missing = next((of.missing for of in found if of.missing is not None), None)
+        built, count = build.tables[table.name], sum(file.strings for file in made)
+        if missing is None and self._built is not None and count + len(built.colliding) < built.rows:
+            missing = MissingStrings.BUILT
+        if missing is None:
+            return KeptStrings(made)
+        for file in made:
+            remove_file(folder / file.name, durable=False)
+        return KeptStrings(missing=MissingStrings(missing))
+
+    def _sort_strings(self, table: TableEntry, folder: Path, most_bytes: int, keep_free: int) -> list[SortStrings]:
         """Tasks for the shards of a table, as many as there are helpers, of about as many rows each."""
         count = max(1, self.plan.helpers)
         groups: list[list[int]] = [[] for _ in range(count)]
@@ -294,8 +324,23 @@ class BulkLoad:
         own = None if self._own is None else str(self._own)
         run_bytes = self.plan.share_bytes // 3  # they are held twice as they are sorted
         return [
-            SortStrings(table.name, number, shards, str(folder), run_bytes, most_bytes, own)
+            SortStrings(
+                table.name, number, shards, str(folder), run_bytes, most_bytes, keep_free, own, self._partitions
+            )
             for number, shards in enumerate(filter(None, groups))
+        ]
+
+    def _copy_strings(
+        self, files: Sequence[OtherFile], table: TableEntry, folder: Path, keep_free: int
+    ) -> list[CopyStrings]:
+        """Tasks for a table's files of a built version, as many as there are helpers."""
+        count = max(1, self.plan.helpers)
+        own = None if self._own is None else str(self._own)
+        sources = [(of.name, of.bytes, of.xxh3) for of in files]
+        groups = [sources[number::count] for number in range(count)]
+        return [
+            CopyStrings(table.name, number, group, str(folder), keep_free, own)
+            for number, group in enumerate(filter(None, groups))
         ]
 
     def read_back(self, db: Path) -> None:

@@ -74,8 +74,8 @@ def copy_file(snapshot: Snapshot, task: CopyFile, report: ReportRows) -> Merged:
     """Copy a file durably, by system calls that may share its blocks, and read it back from the drive."""
     if task.own is not None:
         return _copy_own(snapshot, task, Partitions.parse(task.own), report)
-    with _opened(snapshot, task.source) as source, publish(task.out) as out:
-        _copy(source, out, task)
+    with publish(task.out) as out:
+        copy_bytes(snapshot, task.source, task.bytes, out)
     check = CheckFile(task.out, task.base, task.rows, task.digest, task.xxh3, task.bytes)
     if check_file(check, report).whole:
         return Merged(task.rows, task.digest, task.xxh3, task.bytes, task.rows)
@@ -115,19 +115,21 @@ def _copy_own(snapshot: Snapshot, task: CopyFile, own: Partitions, report: Repor
     return Merged(count, digest, made.xxh3, made.bytes, made.entries)
 
 
-def _opened(snapshot: Snapshot, name: str) -> BinaryIO:
+def copy_bytes(snapshot: Snapshot, name: str, size: int, out: BinaryIO) -> None:
+    """Copy a file of so many bytes, by system calls that may share its blocks. SnapshotError where it is shorter."""
     with naming(name):
-        return open_regular(snapshot.file(name))
+        opened = open_regular(snapshot.file(name))
+    with opened as source:
+        _copy(source, out, name, size)
 
 
-def _copy(source: BinaryIO, out: BinaryIO, task: CopyFile) -> None:
-    remaining = task.bytes
+def _copy(source: BinaryIO, out: BinaryIO, name: str, remaining: int) -> None:
     copy: Callable[[BinaryIO, BinaryIO, int], int] = _copy_range
     while remaining:
         try:
             copied = copy(source, out, min(_COPY_BYTES, remaining))
         except io.UnsupportedOperation:  # an object
-            copy = partial(_write, task.source)
+            copy = partial(_write, name)
             continue
         except OSError as error:
             if copy is _send or error.errno not in (errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):
@@ -135,7 +137,7 @@ def _copy(source: BinaryIO, out: BinaryIO, task: CopyFile) -> None:
             copy = _send  # between two kinds of file systems
             continue
         if not copied:
-            raise SnapshotError("is damaged: it ends too early; copy or build it again", file=task.source)
+            raise SnapshotError("is damaged: it ends too early; copy or build it again", file=name)
         remaining -= copied
 
 

@@ -2,6 +2,7 @@
 
     <out>/_build.json                            what is built; written by `begin_build`
     <out>/partition-0007/base-item-…             finished files, each attempt of a task under names of its own
+    <out>/partition-0007/strings/item/…          the strings of its keys, likewise
     <out>/partition-0007/_item.json              the receipt of (item, 7): which of these files count; written after them
     <out>/partition-0007/built.json, built.json  by `commit`, the one above the folders last; then the rest is removed
 
@@ -33,8 +34,8 @@ from tierstore import kernels
 from tierstore.errors import Conflict, InvalidInput, SnapshotError, WrongPartition
 from tierstore.formats import files
 from tierstore.formats.keys import as_codes, partition_of
-from tierstore.formats.names import BUILT_MANIFEST
-from tierstore.formats.snapshot.built import BuiltFile, BuiltTable, write_partitions
+from tierstore.formats.names import BUILT_MANIFEST, STRINGS_SUFFIX, built_strings
+from tierstore.formats.snapshot.built import BuiltFile, BuiltTable, OtherFile, other_file, write_partitions
 from tierstore.formats.snapshot.checksum import checksum
 from tierstore.formats.snapshot.golden import digest_parts
 from tierstore.formats.snapshot.manifest import Manifest, TableEntry
@@ -58,10 +59,12 @@ from tierstore.ingest.receipts import (
     receipt_name,
     receipt_of,
 )
+from tierstore.ingest.tasks import SortedStrings, SortStrings
 from tierstore.kernels import ahead
-from tierstore.types import MAX_PARTITIONS, Partitions
+from tierstore.types import MAX_PARTITIONS, KeyType, Partitions
 
 _SCRATCH = "tierstore-build-"
+_ANY_SIZE = 1 << 62  # a load bounds what it takes of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,7 @@ class PartitionedBuild:
     partitions: int
     began_s: int
     manifest_json: str
+    string_keys: bool = True
 
     def partition_of(self, table: str, keys: Any) -> npt.NDArray[np.int64]:
         """The partition of each key of an Arrow column, an array or a sequence: int64 [n]. Rows go to the task of theirs. InvalidInput."""
@@ -154,7 +158,9 @@ class PartitionedBuild:
             write_partitions(where, folders, manifest)
             kept = {path.relative_to(where).as_posix() for path in where.rglob("*")}
             target.move_in(where, last=BUILT_MANIFEST)
-        kept |= {f"{folder_of(number)}/{file.name}" for (number, _), of in receipts.items() for file in of.files}
+        for (number, _), of in receipts.items():
+            names_there = [file.name for file in of.files] + [file.name for file in of.strings or ()]
+            kept |= {f"{folder_of(number)}/{name}" for name in names_there}
         for name in names - kept:
             target.remove(name)
         return manifest.version
@@ -192,6 +198,7 @@ class PartitionedBuild:
         files.make_dir(build / RUNS)
         out = files.make_dir(files.make_dir(where / "out") / folder_of(partition))
         attempt = secrets.token_hex(4)
+        strings: tuple[OtherFile, ...] | None = None
         with ExitStack() as stack:
             journal = Journal(build / "journal", {})
             stack.callback(journal.close)
@@ -213,6 +220,11 @@ class PartitionedBuild:
             merges = tasks.merges(of, runs)
             done = zip(merges, here.run(merges, _unheard), strict=True)
             made = [(task, result) for task, result in done if result.xxh3 is not None]
+            if self.string_keys and self._entry(table).key is KeyType.STRING:
+                folder, shards = files.make_dir(where / "strings"), len(snapshot.manifest.table(table).shards)
+                task = SortStrings(table, 0, list(range(shards)), str(folder), memory_bytes // 3, _ANY_SIZE)
+                (found,) = here.run([task], _unheard)
+                strings = None if found.missing is not None else _named(folder, found, out, table, attempt)
         built: list[BuiltFile] = []
         for task, result in made:
             number = sum(of.table == task.table for of in built)
@@ -228,6 +240,7 @@ class PartitionedBuild:
             digest=sum(result.digest for result in mine) % 2**64,
             colliding=tuple((text, code) for result in mine for text, code in result.colliding),
             files=tuple(built),
+            strings=strings,
         )
 
     # --- the commit
@@ -246,6 +259,9 @@ class PartitionedBuild:
                     missing.append(number)
                 else:
                     receipts[number, entry.name] = found
+            mine = [key for key in receipts if key[1] == entry.name]
+            if any(receipts[key].strings is None for key in mine):  # a table keeps all of them or none
+                receipts |= {key: receipts[key].model_copy(update={"strings": None}) for key in mine}
             total = sum(of.rows + of.expired for (_, name), of in receipts.items() if name == entry.name)
             shown = ", ".join(map(str, missing[:10])) + (f" and {len(missing) - 10} more" if len(missing) > 10 else "")
             absent = f"; no task has written the partitions {shown}" if missing else ""
@@ -281,6 +297,7 @@ class PartitionedBuild:
         """The side files and the `built.json` of a partition."""
         tables: list[BuiltTable] = []
         built: list[BuiltFile] = []
+        strings: list[OtherFile] = []
         for entry in manifest.tables:
             every = [receipts[n, entry.name] for n in range(self.partitions) if (n, entry.name) in receipts]
             expired = sum(of.expired for of in every)
@@ -299,7 +316,8 @@ class PartitionedBuild:
                 )
             )
             built += mine.files
-        finish_folder(root, template, manifest, tables, built, (number, self.partitions))
+            strings += mine.strings or ()
+        finish_folder(root, template, manifest, tables, built, (number, self.partitions), strings)
 
     def _target(self) -> Target:
         return target_at(self.out)
@@ -322,12 +340,15 @@ def _parsed(manifest_json: str) -> Manifest:
     return Manifest.parse(manifest_json)
 
 
-def begin_build(template: str | Path, out: str | Path, *, partitions: int) -> PartitionedBuild:
+def begin_build(
+    template: str | Path, out: str | Path, *, partitions: int, string_keys: bool = True
+) -> PartitionedBuild:
     """Begin a build in `partitions` parts that tasks on any machines make, or go on with the one that was begun there.
 
     template: a snapshot whose tables have no rows, by path or URL: tables, features, dense part and warm-up keys of the version.
     out: a directory that every task sees, or a URL of object storage; empty, or with a build that was begun with an equal
-    template and as many partitions. Raises InvalidInput, Conflict, SnapshotError and StorageError.
+    template and as many partitions. `string_keys`: whether tasks keep the strings of string keys, for exports of what is
+    loaded. Raises InvalidInput, Conflict, SnapshotError and StorageError.
     """
     if not 2 <= partitions <= MAX_PARTITIONS:
         raise InvalidInput(f"partitions: expected 2 to {MAX_PARTITIONS}, got {partitions}")
@@ -353,7 +374,19 @@ def begin_build(template: str | Path, out: str | Path, *, partitions: int) -> Pa
     if record.partitions != partitions or record.template != wanted:
         what = f"{record.partitions} partitions" if record.partitions != partitions else "another template"
         raise Conflict(f"{out} has a build that was begun with {what}: go on with the same, or give another place")
-    return PartitionedBuild(str(out), str(template), partitions, record.began_s, json.dumps(record.manifest))
+    return PartitionedBuild(
+        str(out), str(template), partitions, record.began_s, json.dumps(record.manifest), string_keys
+    )
+
+
+def _named(folder: Path, found: SortedStrings, out: Path, table: str, attempt: str) -> tuple[OtherFile, ...]:
+    """Move strings of keys to `out`, under the names that they will have."""
+    paths = []
+    for number, (name, *_) in enumerate(found.files):
+        paths.append(out / built_strings(table, f"{number:04}-{attempt}{STRINGS_SUFFIX}"))
+        files.make_dir(paths[-1].parent)
+        files.rename(folder / name, paths[-1])
+    return tuple(other_file(out, path) for path in paths)
 
 
 def _unheard(rows: int) -> None:

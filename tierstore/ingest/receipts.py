@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tierstore.errors import StorageError
-from tierstore.formats.snapshot.built import BuiltFile
+from tierstore.formats.snapshot.built import BuiltFile, OtherFile
 from tierstore.formats.targets import Target
 
 BUILD_RECORD = "_build.json"
@@ -34,7 +34,10 @@ class BuildRecord(_Document):
 
 
 class Receipt(_Document):
-    """What a task has made. `sums` of the vectors, `dim` numbers; `rows` are in `files`, `expired` were too old."""
+    """What a task has made. `sums` of the vectors, `dim` numbers; `rows` are in `files`, `expired` were too old.
+
+    strings: the files with the strings of its keys; None where they are not kept.
+    """
 
     rows: int = Field(ge=0)
     expired: int = Field(ge=0)
@@ -42,6 +45,7 @@ class Receipt(_Document):
     digest: int = Field(ge=0)
     colliding: tuple[tuple[str, int], ...]
     files: tuple[BuiltFile, ...]
+    strings: tuple[OtherFile, ...] | None = None
 
     @classmethod
     def of_nothing(cls, dim: int) -> Receipt:

@@ -3,7 +3,7 @@
     shards --SortShards--> runs --(JoinRuns)--> fewer runs
            --MergeRuns--> base-<table>-<nnnn>.<kind> --Ingest--> disk tier --ReadFile, ReadBack--> digest
 
-           --SortStrings--> strings/<table>-<nnnn>-<nnnn>.strings, beside the disk tier
+           --SortStrings, CopyStrings--> strings/<table>-<nnnn>-<nnnn>.strings, beside the disk tier
 
 A run is a scratch file of rows that fit in memory, sorted (`runs.py`). `sort.py`, `strings.py`, `merge.py` and
 `finished_files.py` do the tasks. Immutable values; any thread may use them.
@@ -137,7 +137,9 @@ class ReadBack:
 class SortStrings:
     """Read the keys of these shards of a table with string keys, and leave them in sorted files in a folder.
 
-    number: of the task among those of its table. `most_bytes`: of its files; there are none if they would take more.
+    number: of the task among those of its table. `most_bytes`: of all files in the folder. `keep_free`: bytes of the file
+    system that must stay free. Where that cannot be had it leaves no files. Of several `partitions` each has files of its
+    own, in a folder of its own.
     """
 
     table: str
@@ -146,7 +148,21 @@ class SortStrings:
     folder: str
     run_bytes: int
     most_bytes: int
+    keep_free: int = 0
     own: str | None = None  # as in `SortShards`
+    partitions: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class CopyStrings:
+    """Copy strings of a table's keys from a built version, (name, bytes, xxh3) of each file; else as `SortStrings`."""
+
+    table: str
+    number: int
+    sources: list[tuple[str, int, str]]
+    folder: str
+    keep_free: int
+    own: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,10 +210,13 @@ class Sorted:
 
 @dataclass(frozen=True, slots=True)
 class SortedStrings:
-    """What SortStrings made: (name, xxh3, bytes, strings) of each file; see `StringsFile`."""
+    """What SortStrings or CopyStrings made: (name, xxh3, bytes, strings) of each file; see `StringsFile`.
+
+    The name of a partition's file is that below the folder. `missing`: why there are none, see `MissingStrings`.
+    """
 
     files: list[tuple[str, str, int, int]]
-    too_many: bool = False
+    missing: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,13 +254,14 @@ class Ingested:
 
 
 Making = SortShards | JoinRuns | MergeRuns | CopyFile  # tasks whose results another load can use
-Task = Making | SortStrings | CheckRun | CheckFile | Ingest | ReadFile | ReadBack
+Task = Making | SortStrings | CopyStrings | CheckRun | CheckFile | Ingest | ReadFile | ReadBack
 Result = Sorted | SortedStrings | Joined | Merged | Checked | Ingested | TableContent
 TASKS: dict[str, Any] = {
     kind.__name__: kind
     for kind in (
         SortShards,
         SortStrings,
+        CopyStrings,
         JoinRuns,
         MergeRuns,
         CopyFile,
@@ -255,6 +275,7 @@ TASKS: dict[str, Any] = {
 RESULTS: dict[str, Any] = {
     "SortShards": Sorted,
     "SortStrings": SortedStrings,
+    "CopyStrings": SortedStrings,
     "JoinRuns": Joined,
     "MergeRuns": Merged,
     "CopyFile": Merged,

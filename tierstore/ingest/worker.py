@@ -40,13 +40,14 @@ from tierstore.ingest.finished_files import check_file, copy_file, ingest, read_
 from tierstore.ingest.merge import merge_runs
 from tierstore.ingest.runs import ReportRows, read_digest
 from tierstore.ingest.sort import join_runs, sort_shards
-from tierstore.ingest.strings import sort_strings
+from tierstore.ingest.strings import copy_strings, sort_strings
 from tierstore.ingest.tasks import (
     TASKS,
     Checked,
     CheckFile,
     CheckRun,
     CopyFile,
+    CopyStrings,
     Ingest,
     JoinRuns,
     MergeRuns,
@@ -99,6 +100,8 @@ def run_task(snapshot: Snapshot, task: Task, report: ReportRows) -> Result:
             return sort_shards(snapshot, task, report)
         case SortStrings():
             return sort_strings(snapshot, task, report)
+        case CopyStrings():
+            return copy_strings(snapshot, task, report)
         case JoinRuns():
             return join_runs(snapshot, task, report)
         case MergeRuns():

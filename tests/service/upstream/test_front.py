@@ -488,7 +488,9 @@ def test_changes_are_refused_with_where_to_send_them(scene: Scene, tmp_path: Pat
     for verb in verbs:
         with pytest.raises(tierstore.InvalidInput, match=f"tierstore rollout SNAPSHOT --nodes {node.url}"):
             verb()
-    with pytest.raises(tierstore.InvalidInput, match="not on this machine"):
+    with pytest.raises(
+        tierstore.InvalidInput, match=rf"not on this machine .* upstream \({node.url}\): export it there"
+    ):
         front.export("ctr", tmp_path / "out")
     check(front, "item", KEYS, 0)
 

@@ -82,6 +82,12 @@ def free_beyond(root: Path, reserve: int) -> int | None:
     return None if there is None else max(0, there[0] - there[1])
 
 
+def floor_of(root: Path, reserve: int) -> int:
+    """Bytes that must stay free on the file system of `root`; 0 if that cannot be read."""
+    there = _free_and_floor(root, reserve)
+    return 0 if there is None else there[1]
+
+
 def _kept(free: int, floor: int) -> str:
     return f"{size_text(free)} are free, and {size_text(floor)} are kept in reserve (disk_reserve)"
 

@@ -15,6 +15,7 @@ from tierstore.engine.operations.problems import problems_of
 from tierstore.engine.reads.view import View
 from tierstore.engine.serving.routing import Routing
 from tierstore.engine.versions.info import VersionInfo
+from tierstore.engine.versions.strings import tables_of_hashes
 
 
 def store_status(models: Mapping[str, Model], shared: Shared, warming: dict[str, int] | None) -> dict[str, Any]:
@@ -175,6 +176,7 @@ def _versions(model: Model, served: Routing) -> list[dict[str, Any]]:
                 "partitions": _partitions(info),
                 "created_at": info.manifest.to_document().get("created_at"),
                 "golden": info.golden,
+                "hashes_only": tables_of_hashes(info),
                 **_peculiar(view),
                 "dense": heads.pop("", None),
                 "heads": heads,

@@ -55,8 +55,14 @@ TABLE: Mapping[Act, Mapping[Name, Refusal]] = {
     "drop": {"upstream": _of_nodes("a drop")},
     "adopt": _everywhere(Conflict, "the models of this node are those of other machines, and it has none of its own"),
     # what reads a whole version
-    "export": _everywhere(InvalidInput, "version {number} of {model!r} cannot be exported: its rows are not on this "
-        "machine"),
+    "export": {
+        "cluster": Refusal(InvalidInput, "version {number} of {model!r} cannot be exported: its rows are in a cluster, "
+            "and not on this machine. To have it elsewhere, load the snapshot that it was loaded from there, and send "
+            "the deltas since"),
+        "upstream": Refusal(InvalidInput, "version {number} of {model!r} cannot be exported: its rows are not on this "
+            "machine but on the nodes upstream ({nodes}): export it there. Where each has a share of the keys, each "
+            "exports its own"),
+    },
     "backup": _everywhere(
         Conflict,
         "the rows, the log and the records of {model!r} are on other machines, and this node has copies alone: back "

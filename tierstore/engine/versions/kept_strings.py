@@ -35,8 +35,10 @@ _WHY = {
     MissingStrings.OFF: f"it was loaded with string_keys_size=0, which keeps only hashes; set that, and {_LOAD_AGAIN}",
     MissingStrings.SIZE: "they would have taken more than string_keys_size allowed as it was loaded, so that it keeps "
     f"only their hashes; raise that, and {_LOAD_AGAIN}",
-    MissingStrings.BUILT: "it was loaded from a built version, which has only their hashes; load the snapshot itself "
-    "to export it",
+    MissingStrings.ROOM: "the disk had no room for them as it was loaded, so that it keeps only their hashes; free "
+    f"some space, and {_LOAD_AGAIN}",
+    MissingStrings.BUILT: "it was loaded from a built version, which has only their hashes: build that again with this "
+    "release and with string_keys_size, or load the snapshot itself, to export it",
 }
 # as `hash_arrow`, but of no array: Arrow imports pandas for the first one
 _EMPTY = int(np.uint64(xxhash.xxh3_64_intdigest(b"")).view(np.int64))
@@ -48,6 +50,11 @@ def why_missing(info: VersionInfo, table: str) -> str | None:
         return None
     kept = info.strings.get(table)
     return _WHY[None if kept is None else kept.missing]
+
+
+def tables_of_hashes(info: VersionInfo) -> dict[str, str]:
+    """Why a version that this release has loaded keeps no strings, by table."""
+    return {name: _WHY[kept.missing] for name, kept in info.strings.items() if kept.missing is not None}
 
 
 def standing_strings(

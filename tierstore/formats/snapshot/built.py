@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tierstore.errors import SnapshotError, StorageError
 from tierstore.formats.files import publish_json
-from tierstore.formats.names import BUILT_MANIFEST, GOLDEN_INDEX
+from tierstore.formats.names import BUILT_MANIFEST, GOLDEN_INDEX, table_of_strings
 from tierstore.formats.objects import Location, ObjectPath, size_of
 from tierstore.formats.regular import MAX_DOCUMENT_BYTES, open_regular, read_regular
 from tierstore.formats.snapshot.checksum import checksum
@@ -63,7 +63,7 @@ class BuiltTable(_Entry):
 
 
 class OtherFile(_Entry):
-    """A side file (dense part, warm-up keys, requests): `xxh3` of all its bytes."""
+    """A file beside the rows (dense part, warm-up keys, requests, strings of keys): `xxh3` of all its bytes."""
 
     name: RelativePath
     bytes: int = Field(ge=0)
@@ -188,8 +188,8 @@ def _partitioned(document: dict[str, Any], own: Partitions | None) -> _Partition
 
 
 def _joined(root: Location, content: bytes, whole: _Partitioned, own: Partitions | None) -> BuiltSnapshot:
-    """Some or all partitions of a build as one built version: its files are those in their folders,
-    side files those of the first.
+    """Some or all partitions of a build as one built version: its files, and its strings of keys, are those in their
+    folders, side files those of the first.
     """
     held = own or Partitions.of(whole.partitions, range(whole.partitions))
     opened: list[tuple[str, BuiltSnapshot]] = []
@@ -223,7 +223,12 @@ def _of_folders(
         }
         tables.append(table.model_copy(update=update))
     files = [_below(folder, file) for folder, part in opened for file in part.built.files]
-    others = tuple(_below(folder, other) for other in first.built.others)
+    others = tuple(
+        _below(name, other)
+        for name, part in opened
+        for other in part.built.others
+        if part is first or table_of_strings(other.name) is not None
+    )
     update = {"tables": tuple(tables), "files": tuple(files), "others": others}
     manifest = _manifest_below(folder, first.manifest)
     return BuiltSnapshot(root, manifest, first.built.model_copy(update=update), digest, held, tuple(opened))
@@ -274,13 +279,18 @@ class BuiltSnapshot(Snapshot):
         return _of_folders(self.root, mine, digest, Partitions.of(self.built.partitions, [partition]))
 
     def check_files(self) -> None:
-        """Raise SnapshotError unless every file is there with its length, and the side files are unchanged."""
+        """Raise SnapshotError unless every file is there with its length, and the side files are unchanged.
+
+        Strings of keys are compared when they are copied, like rows: there may be gigabytes of them.
+        """
         listed = [(of.name, of.bytes) for of in self.built.files] + [(of.name, of.bytes) for of in self.built.others]
         for name, expected in listed:
             size = size_of(self._resolve(name, file_only=True))
             if size != expected:
                 raise SnapshotError(f"expected {expected} bytes, found {size}; copy or build it again", file=name)
         for other in self.built.others:
+            if table_of_strings(other.name) is not None:
+                continue
             got = checksum(self._resolve(other.name))
             if got != other.xxh3:
                 raise SnapshotError(f"expected xxh3 {other.xxh3}, got {got}; copy or build it again", file=other.name)
@@ -304,6 +314,10 @@ class BuiltSnapshot(Snapshot):
     def identity(self) -> str:
         """What tells this built version from another, as `Snapshot.identity`."""
         return self.digest
+
+    def strings(self, table: str) -> list[OtherFile]:
+        """The files with the strings of a table's keys; none where it was built without them, or has no such keys."""
+        return [other for other in self.built.others if table_of_strings(other.name) == table]
 
     def warmup_keys(self, table: str) -> Keys | None:
         """The warm-up keys of a table, as `Snapshot.warmup_keys`; here they are codes already."""

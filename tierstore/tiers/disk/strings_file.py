@@ -61,6 +61,7 @@ class MissingStrings(StrEnum):
 
     OFF = "off"
     SIZE = "size"  # they would take more than the setting allows
+    ROOM = "room"  # the disk had no room for them
     BUILT = "built"  # it was loaded from a built version, which has none
 
 
@@ -85,16 +86,17 @@ class KeptStrings:
         return cls(tuple(StringsFile(*of) for of in made))
 
 
-def write_strings(path: Path, strings: pa.Array, hashes: Keys) -> StringsFile:
-    """Write one file of one or more strings, large_string [n] in any order, and their hashes. StorageError."""
+def sorted_strings(hashes: Keys, strings: pa.Array) -> Strings:
+    """Strings, large_string [n] in any order, by ascending hash, some megabytes at a time."""
     order = np.argsort(hashes, kind="stable")
     step = max(1, _ADDED_BYTES * len(order) // max(1, strings.nbytes))  # or all would be copied at once
-    parts = (order[begin : begin + step] for begin in range(0, len(order), step))
-    return write_ascending(path, ((hashes[part], strings.take(pa.array(part))) for part in parts))
+    for begin in range(0, len(order), step):
+        part = order[begin : begin + step]
+        yield hashes[part], strings.take(pa.array(part))
 
 
 def write_ascending(path: Path, parts: Strings) -> StringsFile:
-    """Write one file of one or more strings that come by ascending hash. StorageError, and what `parts` raises."""
+    """Write one file of strings that come by ascending hash. StorageError, and what `parts` raises."""
     index: list[tuple[int, ...]] = []
     codec, at = _codec(), _HEADER.size
     with files.publish(path) as file:
@@ -116,6 +118,22 @@ def write_ascending(path: Path, parts: Strings) -> StringsFile:
         file.write(_TRAILER.pack(count, len(index), at, checksum, _END))
         size = at + entries.nbytes + _TRAILER.size
     return StringsFile(path.name, f"{checksum:016x}", size, count)
+
+
+def finished(path: Path) -> StringsFile:
+    """What a file says of itself at its end. Corruption for one that is none; StorageError."""
+    try:
+        with open(path, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _TRAILER.size))
+            strings, _, _, checksum, end = _TRAILER.unpack(file.read())
+    except struct.error:
+        end = b""
+    except OSError as error:
+        raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
+    if end != _END:
+        raise Corruption(f"{path} is no file of strings")
+    return StringsFile(path.name, f"{checksum:016x}", size, strings)
 
 
 def _together(parts: Strings) -> Strings:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tierstore.engine.data.disk_room import floor_of
 from tierstore.engine.model import Model
 from tierstore.engine.placement import Building
 from tierstore.engine.versions.info import first_records, make_record
@@ -35,7 +36,9 @@ class LocalTarget:
         with build(snapshot, self._own, progress=progress) as (bulk, built):
             bulk.ingest(built, where.db, first_records(where, snapshot.manifest, built))
             bulk.read_back(where.db)
-            return bulk.keep_strings(built, where.strings, self._model.state.shared.settings.string_keys_size)
+            settings = self._model.state.shared.settings
+            keep_free = floor_of(where.root, settings.disk_reserve)
+            return bulk.keep_strings(built, where.strings, settings.string_keys_size, keep_free)
 
     def record(self, where: VersionDirectory, build: BaseBuild, manifest: Manifest) -> dict[str, Any]:
         return make_record(where, manifest, build)
