@@ -15,7 +15,7 @@ from tierstore.engine.operations.problems import problems_of
 from tierstore.engine.reads.view import View
 from tierstore.engine.serving.routing import Routing
 from tierstore.engine.versions.info import VersionInfo
-from tierstore.engine.versions.strings import tables_of_hashes
+from tierstore.engine.versions.kept_strings import tables_of_hashes
 
 
 def store_status(models: Mapping[str, Model], shared: Shared, warming: dict[str, int] | None) -> dict[str, Any]:
