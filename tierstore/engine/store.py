@@ -206,7 +206,6 @@ class Store(ParkedMessages):
                 return load(
                     held,
                     snapshot,
-                    self.shared,
                     self.placed(held).load(),
                     activate=activate,
                     aside=aside,
