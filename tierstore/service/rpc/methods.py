@@ -22,6 +22,7 @@ from tierstore.service.error_status import Cancelled, grpc_outcome, grpc_status,
 from tierstore.service.exchange import Exchange, Message
 from tierstore.service.limits.shedding import Gone
 from tierstore.service.limits.worker_pool import Reservation, WorkerPool
+from tierstore.service.request_log import LoggedRequest
 from tierstore.service.rpc.caller import RpcCaller
 from tierstore.service.rpc.messages import WireMessage
 from tierstore.service.stats import Timings
@@ -160,5 +161,6 @@ class Accounts:
         return code, message_of(error)
 
     def _note(self, caller: RpcCaller, status: int, said: str, **more: Any) -> None:
-        whose: dict[str, Any] = {"request_id": caller.request_id, "client": caller.address, "headers": caller.headers}
-        self._log.note("gRPC", self._path, status, caller.waiting.arrived_ns, said=said, **whose, **more)
+        arrived_ns = caller.waiting.arrived_ns
+        request = LoggedRequest("gRPC", self._path, arrived_ns, caller.address, caller.request_id, caller.headers)
+        self._log.note(request, status, said=said, **more)
