@@ -27,6 +27,7 @@ PACKAGE = "tierstore"
 # A unit is the first name below the package: a folder or a module.
 FLOORS = {
     "addresses": 0,
+    "arguments": 0,
     "errors": 0,
     "forks": 0,
     "phase_rate": 1,
@@ -70,6 +71,8 @@ FLOORS = {
 # Between units of one floor nothing is allowed but this.
 SIDEWAYS = {
     ("types", "errors"),
+    ("arguments", "errors"),
+    ("arguments", "types"),
     ("config", "errors"),
     ("config", "types"),
     ("config", "logs"),

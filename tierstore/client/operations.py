@@ -16,6 +16,7 @@ from urllib.parse import quote
 import numpy as np
 import numpy.typing as npt
 
+from tierstore.arguments import as_version, by_name, check_name, check_share, names_of, number_or_none, whole_number
 from tierstore.client import wire
 from tierstore.client.attempts import new_request_id
 from tierstore.client.inference import (
@@ -64,22 +65,7 @@ from tierstore.errors import (
 )
 from tierstore.formats.delta.source import DeltaSource, delta_bytes
 from tierstore.status import ServiceStatus
-from tierstore.types import (
-    MAX_PARTITIONS,
-    BackupReport,
-    DeltaResult,
-    ExportReport,
-    Progress,
-    ProgressFn,
-    as_version,
-    by_name,
-    check_name,
-    check_share,
-    head_name,
-    names_of,
-    number_or_none,
-    whole_number,
-)
+from tierstore.types import MAX_PARTITIONS, BackupReport, DeltaResult, ExportReport, Progress, ProgressFn, head_name
 
 Floats = npt.NDArray[np.floating[Any]]
 Found = npt.NDArray[np.bool_]

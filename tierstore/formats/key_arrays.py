@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from tierstore.arguments import check_sequence
 from tierstore.errors import InvalidInput
-from tierstore.types import check_sequence
 
 
 def key_array(keys: Any, kind: str = "integer or string") -> Any:

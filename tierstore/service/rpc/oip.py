@@ -14,6 +14,7 @@ from typing import Any
 import orjson
 from google.protobuf import json_format
 
+from tierstore.arguments import as_version
 from tierstore.errors import InvalidInput, NotFound, TierstoreError
 from tierstore.service.context import Service
 from tierstore.service.dataplane.inference import AnyRequest, DataPlane, Inference
@@ -37,7 +38,6 @@ from tierstore.service.rpc.protobuf import (
     service_descriptor,
 )
 from tierstore.service.stats import Timings
-from tierstore.types import as_version
 
 _PARSED_TIMES = 48  # memory for a byte of a request without its raw tensors: empty inputs are the worst
 
