@@ -73,23 +73,24 @@ REFUSAL = encode_head(200, status_alone(grpc_status(_TOO_LONG), message_of(_TOO_
 class WireMessage:
     """A message as it came. It is compressed until `decode`, which takes time: the thread that answers calls it."""
 
-    __slots__ = ("_coding", "_data", "_limit")
+    __slots__ = ("_coding", "_data", "_most")
 
     def __init__(self, data: bytes, coding: bytes | None = None, limit: int = 0) -> None:
         """`coding`: how it is compressed, or None. `limit`: the most bytes that it may decode to."""
-        self._data, self._coding, self._limit = data, coding, limit
+        self._data, self._coding = data, coding
+        self._most = limit, "are allowed (max_request)"
 
     def __len__(self) -> int:
-        """Its bytes as they are held now."""
+        """The number of bytes that it takes now."""
         return len(self._data)
 
     @property
     def plain(self) -> bytes:
-        """Its bytes, or none as long as they are compressed."""
+        """The bytes; none as long as they are compressed."""
         return b"" if self._coding is not None else self._data
 
     def decode(self, reserve: Callable[[int], None]) -> bytes:
-        """Its bytes, not compressed any more. `reserve` is called with bytes before they are decoded.
+        """Return the bytes, decoded if need be. `reserve` is called with bytes before they are decoded.
 
         MessageTooLarge, InvalidInput for malformed bytes.
         """
@@ -98,14 +99,14 @@ class WireMessage:
         return self._data
 
     def short(self) -> bytes:
-        """Its bytes, for a method that answers on the event loop. MessageTooLarge above MOST_SHORT."""
-        limit = self._limit = MOST_SHORT
-        if len(self.decode(lambda nbytes: None)) > limit:
-            raise MessageTooLarge(f"a message of {len(self._data)} bytes, this method takes {limit}")
+        """Return the bytes, for a method that answers on the event loop. MessageTooLarge above MOST_SHORT."""
+        self._most = MOST_SHORT, "this method takes"
+        if len(self.decode(lambda nbytes: None)) > MOST_SHORT:
+            raise MessageTooLarge(f"a message of {len(self._data)} bytes, this method takes {MOST_SHORT}")
         return self._data
 
     def _decoded(self, coding: bytes, reserve: Callable[[int], None]) -> bytes:
-        name, message = coding.decode(), self._data
+        name, message, (limit, why) = coding.decode(), self._data, self._most
         stream, pieces, size = zlib.decompressobj(_CODINGS[coding]), [], 0
         try:
             while not stream.eof:
@@ -113,10 +114,8 @@ class WireMessage:
                 pieces.append(stream.decompress(message, _STEP_BYTES))
                 message = stream.unconsumed_tail
                 size += len(pieces[-1])
-                if size > self._limit:
-                    raise MessageTooLarge(
-                        f"a message decodes to more than the {self._limit} bytes that are allowed (max_request)"
-                    )
+                if size > limit:
+                    raise MessageTooLarge(f"a message decodes to more than the {limit} bytes that {why}")
                 if not pieces[-1] and not message and not stream.eof:
                     raise InvalidInput(f"a message in {name} is cut short")
         except zlib.error as error:
