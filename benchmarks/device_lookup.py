@@ -49,7 +49,7 @@ from tierstore.errors import TierstoreError
 from tierstore.kernels.pool import check_offsets
 from tierstore.tiers.device.backend import NO_HOST, TEAM, Backend
 from tierstore.tiers.device.cupy_device import CudaDevice, find_devices
-from tierstore.tiers.device.lookup import LookUp, PendingLookup, Pooling, to_device
+from tierstore.tiers.device.lookup import LookUp, OtherTiers, PendingLookup, Pooling, to_device
 from tierstore.tiers.device.table import DeviceTable
 from tierstore.tiers.device.workspaces import ANSWERING, DeviceMemory
 from tierstore.tiers.host.table import HostTable
@@ -210,10 +210,8 @@ class Asking:
     def look_up(self, call: int) -> LookUp:
         self.state[:] = 0
         scene, keys = self.scene, self.keys[call]
-        return LookUp(
-            scene.table, keys, self.state, GpuArray.of(scene.backend, self.out), scene.fetch, host=scene.host,
-            overlays=self._overlays, filters=self._filters,
-        )  # fmt: skip
+        tiers = OtherTiers(scene.fetch, scene.host, self._overlays, self._filters)
+        return LookUp(scene.table, keys, self.state, GpuArray.of(scene.backend, self.out), tiers)
 
     def __call__(self, call: int, pending_lookup: PendingLookup | None = None) -> None:
         assert self.look_up(call).finish(pending_lookup)
@@ -405,7 +403,8 @@ def tiered(backend: Backend, rows: int, dim: int, batch: int, rounds: int, calls
 
     def ours(call: int) -> None:
         state = np.zeros(batch, np.uint8)
-        assert LookUp(scene.table, asked[call], state, GpuArray.of(backend, out), scene.fetch, host=scene.host).finish()
+        tiers = OtherTiers(scene.fetch, scene.host)
+        assert LookUp(scene.table, asked[call], state, GpuArray.of(backend, out), tiers).finish()
         states.append(state)
 
     def host_alone(call: int) -> None:
@@ -454,7 +453,8 @@ def pooled(backend: Backend, torch: Any, rows: int, dim: int, bags: int, bag: in
 
     def ours(call: int) -> None:
         state[:] = 0
-        assert LookUp(scene.table, keys[call], state, GpuArray.of(backend, out), scene.fetch, pooling).finish()
+        tiers = OtherTiers(scene.fetch)
+        assert LookUp(scene.table, keys[call], state, GpuArray.of(backend, out), tiers, pooling).finish()
 
     def embedding_bag(call: int) -> None:
         module(torch.from_numpy(places[call]).cuda(), starts)

@@ -22,7 +22,7 @@ import numpy as np
 from tests.tiers.devices import open_device, to_host
 from tierstore.engine.data.overlay import OverlayTable
 from tierstore.kernels.pool import pool_bags
-from tierstore.tiers.device.lookup import LookUp, PendingLookup, Pooling, to_device
+from tierstore.tiers.device.lookup import LookUp, OtherTiers, PendingLookup, Pooling, to_device
 from tierstore.tiers.device.table import DeviceTable
 from tierstore.tiers.device.workspaces import DeviceMemory
 from tierstore.tiers.host.table import HostTable
@@ -125,9 +125,8 @@ class Soak:
             if there:
                 given = GpuArray.of(self.device, to_device(self.table.device, keys))
             filters = sum(delta.filter_bytes for delta in deltas)
-            look_up = LookUp(
-                self.table, given, state, GpuArray.of(self.device, out), self._below, bags, self.host, overlays, padding, filters
-            )  # fmt: skip
+            tiers = OtherTiers(self._below, self.host, overlays, filters)
+            look_up = LookUp(self.table, given, state, GpuArray.of(self.device, out), tiers, bags, padding)
             if early and look_up.begin():
                 time.sleep(0)  # others get on
             if not look_up.finish(pending_lookup):

@@ -334,7 +334,7 @@ def test_a_row_without_its_string_is_found_by_verify_and_by_export(open_store, t
     store = open_store()
     store.load_snapshot(snapshot(tmp_path))
     with monkeypatch.context() as patch:
-        patch.setattr("tierstore.engine.deltas.apply.encode_delta", _without_strings)
+        patch.setattr("tierstore.engine.versions.version.encode_delta", _without_strings)
         store.apply_delta(delta(1, NEW))
         folded(store)
     with pytest.raises(Corruption, match=r"table 'word': .* have no string that is their key's"):

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 
 from tests.counts import with_large_counts
+from tests.ingest.loads import bulk_load
 from tests.sealed_files import write_sealed
 from tierstore.errors import Corruption, LoadCancelled, SnapshotError, StorageError
 from tierstore.formats.keys import as_codes
@@ -27,7 +28,6 @@ from tierstore.formats.names import JOURNAL
 from tierstore.formats.snapshot.reader import open_snapshot
 from tierstore.formats.snapshot.writer import SnapshotWriter
 from tierstore.ingest import bulkload, load_plan
-from tierstore.ingest.bulkload import BulkLoad
 from tierstore.ingest.helpers import NICENESS, Helpers
 from tierstore.ingest.results import BaseBuild
 from tierstore.tiers.disk.reader_pool import ReaderPool
@@ -81,7 +81,7 @@ def started(own_helpers: None, monkeypatch: pytest.MonkeyPatch) -> list[Helpers]
 
 def load(root: Path, out: Path, **options: Any) -> BaseBuild:
     settings = {"memory_bytes": MEMORY, "workers": 2, "base": "sealed", **options}
-    with BulkLoad(open_snapshot(root), out, **settings) as bulk:
+    with bulk_load(open_snapshot(root), out, **settings) as bulk:
         return bulk.build()
 
 
@@ -415,7 +415,8 @@ import sys
 from pathlib import Path
 from tierstore.formats.snapshot.reader import open_snapshot
 from tierstore.ingest.bulkload import BulkLoad
-with BulkLoad(open_snapshot(sys.argv[1]), Path(sys.argv[2]), memory_bytes=1 << 26, workers=1, base="sealed") as bulk:
+from tierstore.ingest.load_plan import FileSpec, LoadWork
+with BulkLoad(open_snapshot(sys.argv[1]), Path(sys.argv[2]), FileSpec(), LoadWork(1 << 26, 1)) as bulk:
     print(bulk.build().tables["item"].rows)
 """
     done = subprocess.run(
@@ -434,7 +435,7 @@ def test_what_was_ingested_is_read_back_and_compared(tmp_path: Path, out: Path, 
     with SnapshotWriter(root, model="ctr", version=1) as writer:
         keys = np.arange(3000, dtype=np.int64)
         writer.table("item", dim=4).write(keys, np.ones((3000, 4), np.float32))
-    with BulkLoad(open_snapshot(root), out, memory_bytes=MEMORY, workers=1, base=base) as bulk:
+    with bulk_load(open_snapshot(root), out, memory_bytes=MEMORY, workers=1, base=base) as bulk:
         ingested(bulk.build(), db, readers).close()
         bulk.read_back(db)
         other = np.zeros((3000, 16), np.uint8)  # as many rows as before, whole files, and not what was built
@@ -457,7 +458,7 @@ def test_what_was_ingested_is_dropped_from_the_cache_and_then_read(
     root, db = tmp_path / "snapshot", tmp_path / "db"
     one_table(root, np.arange(3000), np.ones((3000, 4), np.float32))
     dropped: list[Path] = []
-    with BulkLoad(open_snapshot(root), out, memory_bytes=MEMORY, workers=1, base=base) as bulk:
+    with bulk_load(open_snapshot(root), out, memory_bytes=MEMORY, workers=1, base=base) as bulk:
         ingested(bulk.build(), db, readers).close()
         run = Helpers.run
 
@@ -497,7 +498,9 @@ def test_damage_on_the_device_is_found_though_the_cache_has_what_was_written(
     one_table(tmp_path / "s", np.arange(50_000), np.ones((50_000, 8), np.float32))
     with (
         own_device(tmp_path) as (where, image),
-        BulkLoad(open_snapshot(tmp_path / "s"), where / "build", memory_bytes=MEMORY, workers=1, base="sealed") as bulk,
+        bulk_load(
+            open_snapshot(tmp_path / "s"), where / "build", memory_bytes=MEMORY, workers=1, base="sealed"
+        ) as bulk,
     ):
         ingested(bulk.build(), where / "db", readers).close()
         path = where / "db/base/base-item-0000.sealed"

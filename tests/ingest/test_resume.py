@@ -17,12 +17,12 @@ import numpy as np
 import pytest
 
 from tests.counts import few_or_many, with_large_counts
+from tests.ingest.loads import bulk_load
 from tierstore.errors import LoadCancelled, SnapshotError, StorageError
 from tierstore.formats.names import JOURNAL
 from tierstore.formats.snapshot.reader import open_snapshot
 from tierstore.formats.snapshot.writer import SnapshotWriter
 from tierstore.ingest import load_plan
-from tierstore.ingest.bulkload import BulkLoad
 from tierstore.ingest.journal import Journal
 from tierstore.ingest.results import BaseBuild
 from tierstore.types import Progress
@@ -55,8 +55,8 @@ class Journal(bulkload.Journal):
             die()
 
 bulkload.Journal = Journal
-options = {"memory_bytes": 16 << 20, "workers": 2, "progress": lambda step: step.phase == phase and not int(count) and die()}
-with bulkload.BulkLoad(open_snapshot(root), Path(out), base=base, **options) as bulk:
+work = plan.LoadWork(16 << 20, 2, progress=lambda step: step.phase == phase and not int(count) and die())
+with bulkload.BulkLoad(open_snapshot(root), Path(out), plan.FileSpec(base), work) as bulk:
     build = bulk.build()
     bulk.ingest(build, Path(out).with_suffix(".db"), {"watermark": b"0"})
     bulk.read_back(Path(out).with_suffix(".db"))
@@ -81,7 +81,7 @@ def _many_small_files(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def load(root: Path, out: Path, base: Any = "sealed", **options: Any) -> BaseBuild:
-    with BulkLoad(open_snapshot(root), out, base=base, **SETTINGS | options) as bulk:
+    with bulk_load(open_snapshot(root), out, base=base, **SETTINGS | options) as bulk:
         build = bulk.build()
         db = out.with_suffix(".db")
         shutil.rmtree(db, ignore_errors=True)
@@ -301,7 +301,7 @@ def test_a_load_of_another_snapshot_or_plan_uses_nothing_of_it(
 
     shutil.rmtree(out)
     shutil.copytree(left, out)
-    with BulkLoad(open_snapshot(root), out, memory_bytes=64 << 20, workers=1, base="sealed") as bulk:
+    with bulk_load(open_snapshot(root), out, memory_bytes=64 << 20, workers=1, base="sealed") as bulk:
         assert bulk.build().kept_rows == {"read": 0, "write": 0}
 
     shutil.rmtree(out)
@@ -356,7 +356,7 @@ def test_a_load_that_is_cancelled_goes_on_and_one_that_is_refused_leaves_nothing
 def test_what_is_left_is_no_more_than_what_the_load_needs(root: Path, tmp_path: Path) -> None:
     """However often it is broken off: half-written files of one attempt do not outlive the next."""
     out = tmp_path / "build"
-    with BulkLoad(open_snapshot(root), out, base="sealed", **SETTINGS) as bulk:
+    with bulk_load(open_snapshot(root), out, base="sealed", **SETTINGS) as bulk:
         bound = bulk.plan.disk_bytes
     for _ in range(3):
         killed(root, out, "write", 2)
@@ -375,7 +375,7 @@ def test_room_that_leftovers_take_is_not_asked_for_again(
     out = tmp_path / "build"
     killed(root, out, "verify", 0)
     usage = shutil.disk_usage(root)
-    needed = BulkLoad(open_snapshot(root), out, base="sealed", **SETTINGS).plan.disk_bytes
+    needed = bulk_load(open_snapshot(root), out, base="sealed", **SETTINGS).plan.disk_bytes
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=needed - (8 << 20)))
     load(root, out)
     shutil.rmtree(out)

@@ -13,6 +13,7 @@ import pytest
 
 from tests import collisions
 from tests.formats.make_golden import timed_built
+from tests.ingest.loads import bulk_load
 from tierstore.errors import LoadCancelled, SnapshotError
 from tierstore.formats.row_times import TIME_BYTES, from_rows
 from tierstore.formats.snapshot.built import open_source
@@ -20,7 +21,6 @@ from tierstore.formats.snapshot.reader import open_snapshot
 from tierstore.formats.snapshot.writer import SnapshotWriter
 from tierstore.ingest import bulkload
 from tierstore.ingest.build import build_snapshot
-from tierstore.ingest.bulkload import BulkLoad
 from tierstore.ingest.results import TableBuild
 from tierstore.tiers.disk.reader_pool import ReaderPool
 from tierstore.tiers.disk.sealed import BASES
@@ -49,7 +49,7 @@ def loaded(
 ) -> tuple[dict[str, TableBuild], dict[int, int], dict[int, float]]:
     """(tables, time by key, first number by key) of table `user`, as they are in the disk tier and read back."""
     db = out.with_suffix(".db")
-    with BulkLoad(open_source(root), out, base=base, **SETTINGS, **options) as bulk:
+    with bulk_load(open_source(root), out, base=base, **SETTINGS, **options) as bulk:
         build = bulk.build()
         bulk.ingest(build, db, {"watermark": b"0"})
         bulk.read_back(db)
@@ -119,7 +119,7 @@ def test_a_load_that_goes_on_later_has_the_time_of_its_beginning(tmp_path: Path,
     snapshot = open_snapshot(tmp_path / "s")
     with (
         pytest.raises(LoadCancelled),
-        BulkLoad(snapshot, tmp_path / "out", base="sealed", progress=broken_off, **SETTINGS) as bulk,
+        bulk_load(snapshot, tmp_path / "out", base="sealed", progress=broken_off, **SETTINGS) as bulk,
     ):
         bulk.build()
     at(NOW + 5 * DAY)
@@ -135,7 +135,7 @@ def test_a_journal_of_another_load_lends_no_time(tmp_path: Path, at: Any) -> Non
     at(NOW)
     write(tmp_path / "s", NOW)
     write(tmp_path / "other", NOW, dtype="float16")
-    with BulkLoad(open_snapshot(tmp_path / "other"), tmp_path / "out", base="sealed", **SETTINGS) as bulk:
+    with bulk_load(open_snapshot(tmp_path / "other"), tmp_path / "out", base="sealed", **SETTINGS) as bulk:
         bulk.build()
     at(NOW + 5 * DAY)
     assert loaded(tmp_path / "s", tmp_path / "out")[1] == {}
@@ -200,7 +200,7 @@ def test_the_golden_files_are_what_is_built_today_and_are_loaded(tmp_path: Path)
     assert len(names) == 11
     for name in names:
         assert (tmp_path / "built" / name).read_bytes() == (golden / "timed-built" / name).read_bytes(), name
-    with BulkLoad(open_source(golden / "timed-built"), tmp_path / "out", base="sealed", **SETTINGS) as bulk:
+    with bulk_load(open_source(golden / "timed-built"), tmp_path / "out", base="sealed", **SETTINGS) as bulk:
         tables = bulk.build().tables
     assert {name: (table.rows, table.expired) for name, table in tables.items()} == {
         **dict.fromkeys(("arrow", "parquet", "safetensors", "npz"), (2, 1)),

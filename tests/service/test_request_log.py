@@ -117,14 +117,18 @@ def test_a_failed_request_is_logged_in_a_line(fake: tuple[FakeStore, ServerThrea
     assert defect["client"].startswith("127.0.0.1:")
 
 
+def posted(path: str, client: str | None = None) -> request_log.LoggedRequest:
+    return request_log.LoggedRequest("POST", path, 0, lambda: client)
+
+
 def test_so_many_lines_a_second(tmp_path: Path, lines: Lines) -> None:
     now_s = 100.0
     note = request_log.RequestLog(settings_for(tmp_path), lambda: now_s).note
     for _ in range(request_log.LINES_A_SECOND + 5):
-        note("POST", "/v2/\nx", 503, 0, request_id=None, client=lambda: None)
-    note("POST", "/", 500, 0, request_id=None, client=lambda: None)
+        note(posted("/v2/\nx"), 503)
+    note(posted("/"), 500)
     now_s = 101.0
-    note("POST", "/", 503, 0, request_id=None, client=lambda: None)
+    note(posted("/"), 503)
     *first, defect, last = lines(REQUESTS)
     assert len(first) == request_log.LINES_A_SECOND
     assert r"POST /v2/\nx: 503" in first[0]["text"], "in one line"
@@ -138,7 +142,7 @@ def test_requests_that_are_not_let_in_have_fewer_lines(tmp_path: Path, lines: Li
 
     def refuse(status: int) -> None:
         error = Forbidden("token 0123 is for crt alone: not for 'ctr'")
-        note("POST", "/v2/models/ctr/infer", status, 0, request_id=None, client=lambda: "10.0.0.7:1234", error=error)
+        note(posted("/v2/models/ctr/infer", "10.0.0.7:1234"), status, error=error)
 
     for _ in range(request_log.LINES_A_SECOND + 15):
         refuse(403)
@@ -164,9 +168,9 @@ def test_no_count_of_lines_that_were_left_out_is_lost(tmp_path: Path, capsys: py
         note = request_log.RequestLog(settings_for(tmp_path), lambda: now_s).note
         for _ in range(seconds):
             for _ in range(each):
-                note("POST", "/", 503, 0, request_id=None, client=lambda: None)
+                note(posted("/"), 503)
             now_s += 1.0
-        note("POST", "/", 503, 0, request_id=None, client=lambda: None)
+        note(posted("/"), 503)
     finally:
         root.handlers[:] = before
         root.setLevel(level)

@@ -27,6 +27,7 @@ PACKAGE = "tierstore"
 # A unit is the first name below the package: a folder or a module.
 FLOORS = {
     "addresses": 0,
+    "arguments": 0,
     "errors": 0,
     "forks": 0,
     "phase_rate": 1,
@@ -72,6 +73,9 @@ FLOORS = {
 SIDEWAYS = {
     ("types", "errors"),
     ("types", "lazy"),
+    ("arguments", "errors"),
+    ("arguments", "lazy"),
+    ("arguments", "types"),
     ("config", "errors"),
     ("config", "types"),
     ("config", "logs"),

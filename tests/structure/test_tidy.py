@@ -22,6 +22,22 @@ from tools.make_client import made
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("tierstore", "tests", "benchmarks", "tools", "examples")
 LONGEST_FUNCTION = 60  # lines; of the package, but for kernels
+MOST_PARAMETERS = 7  # of a function of the package, but for kernels, which take scalars; more are a record
+# what users call, each parameter an option by its name, and what passes such options on
+OPTIONS = {
+    "cli/delta.delta", "cli/export.export", "cli/fleet.rollout", "cli/imports._imported", "cli/imports.import_",
+    "cli/imports.import_hps", "cli/plan.plan", "cli/serve.serve", "cli/tokens.create", "cli/triton.triton_model",
+    "client/base.__init__", "client/inference.exchange", "client/rollout.__init__", "client/rollout.rollout",
+    "engine/reads/view.begin_on_device", "engine/reads/view.lookup_bags", "formats/snapshot/writer.table",
+    "imports/columns.choose_columns", "imports/deltas.rows_delta", "imports/tables.import_table",
+    "imports/tables.import_tables", "ingest/partitioned.write", "torch/export.write_snapshot",
+    "torch/golden.write_golden", "torch/runs._add", "torch/touched.write_delta",
+}  # fmt: skip
+# made in one place or two of parts that have nothing else in common
+OF_PARTS = {
+    "engine/placements/cluster/model.__init__", "engine/placements/following/rows.__init__", "tiers/remote/write.__init__",
+    "service/reactor/variants._variant_words", "service/reactor/variants.prediction_words",
+}  # fmt: skip
 MAY_PRINT = ("tierstore/cli", "tierstore/demo", "tools", "benchmarks")
 MARKERS = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b")
 
@@ -59,6 +75,42 @@ def test_no_function_is_long() -> None:
                 lines = (node.end_lineno or node.lineno) - node.lineno + 1
                 long += [f"{shown(path)}: {node.name}"] if lines > LONGEST_FUNCTION else []
     assert long == []
+
+
+def is_compiled(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    names = {name for of in node.decorator_list for name in re.findall(r"\w+", ast.unparse(of))}
+    return bool(names & {"njit", "compiled", "compiled_c", "emits"})
+
+
+def parameters(tree: ast.Module) -> dict[str, int]:
+    """How many parameters functions have that are no kernels, where they are many."""
+    found = {}
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and not is_compiled(node):
+            every = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
+            count = len([each for each in every if each.arg not in ("self", "cls")])
+            if count > MOST_PARAMETERS:
+                found[node.name] = count
+    return found
+
+
+def test_functions_with_many_parameters_are_those_that_have_a_reason() -> None:
+    package = ROOT / "tierstore"
+    many = {
+        f"{path.relative_to(package).with_suffix('').as_posix()}.{name}"
+        for path in sorted(package.rglob("*.py"))
+        for name in parameters(tree_of(path))
+    }
+    assert many == OPTIONS | OF_PARTS
+
+
+def test_the_rule_of_parameters() -> None:
+    seven, eight = (", ".join("abcdefgh"[:count]) for count in (7, 8))
+    sources = [
+        f"def f({seven}): ...", f"def f(self, *, {seven}): ...", f"@nb.njit(nogil=True)\ndef f({eight}): ...",
+        f"def f({eight}): ...", f"class C:\n async def g(self, *, {eight}): ...",
+    ]  # fmt: skip
+    assert [parameters(ast.parse(source)) for source in sources] == [{}, {}, {}, {"f": 8}, {"g": 8}]
 
 
 def says_what_it_is(source: str) -> bool:

@@ -14,7 +14,7 @@ from tests.tiers.cuda_shim.cupy_stand_in import CupyStandIn
 from tierstore.tiers.device import cupy_device
 from tierstore.tiers.device.backend import DeviceError
 from tierstore.tiers.device.cupy_device import CudaDevice, find_devices
-from tierstore.tiers.device.lookup import look_up_into
+from tierstore.tiers.device.lookup import OtherTiers, look_up_into
 from tierstore.tiers.device.table import DeviceTable
 from tierstore.tiers.device.workspaces import WORKSPACES
 from tierstore.types import Keys, States, Tier, Vectors
@@ -54,7 +54,7 @@ class ReadTable(DeviceTable):
 
         at = np.flatnonzero(state == Tier.PENDING)
         found = np.zeros(len(at), np.uint8)
-        look_up = look_up_into(None, self, keys[at], found, out.dtype, below)
+        look_up = look_up_into(out.dtype, self, keys[at], found, OtherTiers(below))
         if look_up is None or not look_up.finish():
             return 0
         hit = np.flatnonzero(found)

@@ -27,7 +27,8 @@ from tierstore.tiers.device import driver_calls, reports, round_trip
 from tierstore.tiers.device.backend import Captured, DeviceError, OutOfDeviceMemory
 from tierstore.tiers.device.host_registration import NOT_YET
 from tierstore.tiers.device.later import Finisher
-from tierstore.tiers.device.lookup import PADDING, LookUp, PendingLookup, Pooling, from_device, to_device
+from tierstore.tiers.device.lookup import PADDING, LookUp, OtherTiers, PendingLookup, Pooling, from_device, to_device
+from tierstore.tiers.device.table import DeviceTable
 from tierstore.tiers.device.workspaces import ANSWERING, DeviceMemory
 from tierstore.tiers.host.access_sample import ALL, NOTHING, AccessSample
 from tierstore.tiers.host.table import HostTable
@@ -105,10 +106,26 @@ class Scene:
         padding: int | None = None,
     ) -> np.ndarray:
         out = self.device.empty((len(keys) if bags is None else len(bags.offsets), self.spec.dim), dtype)
-        assert LookUp(
+        assert look_up_of(
             self.table, keys, state, GpuArray.of(self.device, out), self.fetch, bags, host, overlays, padding
         ).finish()
         return to_host(out)
+
+
+def look_up_of(
+    table: DeviceTable,
+    keys: Any,
+    state: States,
+    out: GpuArray,
+    fetch: Any,
+    bags: Pooling | None = None,
+    host: HostTable | None = None,
+    overlays: Keys = NO_OVERLAYS,
+    padding: int | None = None,
+    filters: int = 0,
+) -> LookUp:
+    """A look-up whose other tiers are named one by one."""
+    return LookUp(table, keys, state, out, OtherTiers(fetch, host, overlays, filters), bags, padding)
 
 
 def mixed(n: int, seed: int) -> Keys:
@@ -460,7 +477,7 @@ def test_every_key_value_may_be_asked_for() -> None:
     scene.table.update(keys[:1], row_bytes_of(scene.spec, keys[:1]), np.ones(1, np.bool_))  # which forgets key 0
     out = scene.device.empty((len(keys), 4), np.float32)
     state = np.zeros(len(keys), np.uint8)
-    assert LookUp(scene.table, keys, state, GpuArray.of(scene.device, out), fetch).finish()
+    assert look_up_of(scene.table, keys, state, GpuArray.of(scene.device, out), fetch).finish()
     assert sorted(seen[0]) == [limits.min, limits.min, -1, -1, limits.max]
     np.testing.assert_array_equal(out[1:, 0], (keys[1:] % 1000).astype(np.float32))
     np.testing.assert_array_equal(out[0], scene.default)
@@ -479,7 +496,7 @@ def test_a_bag_larger_than_a_workspace_is_left_to_the_cpu() -> None:
     keys = np.zeros(1000, np.int64)
     out = scene.device.empty((1, 64), np.float32)
     bags = Pooling(np.zeros(1, np.int64), None, Combiner.SUM)
-    assert not LookUp(
+    assert not look_up_of(
         scene.table, keys, np.zeros(1000, np.uint8), GpuArray.of(scene.device, out), scene.fetch, bags
     ).finish()
 
@@ -492,7 +509,7 @@ def test_a_disk_that_fails_meanwhile_leaves_the_device_as_it_was() -> None:
 
     out = scene.device.empty((len(BELOW), 8), np.float32)
     with pytest.raises(StorageError, match="the disk failed"):
-        LookUp(scene.table, BELOW, np.zeros(len(BELOW), np.uint8), GpuArray.of(scene.device, out), fail).finish()
+        look_up_of(scene.table, BELOW, np.zeros(len(BELOW), np.uint8), GpuArray.of(scene.device, out), fail).finish()
     assert scene.memory.held == 0
     again = scene.look_up(RESIDENT, np.float32, np.zeros(len(RESIDENT), np.uint8))
     np.testing.assert_array_equal(again, scene.rows(RESIDENT, np.float32))
@@ -512,7 +529,7 @@ def test_an_answer_is_not_written_before_the_callers_work_that_is_in_its_stream(
     stream.download(read, scene.device.address_of(out))
     with scene.device.in_stream(getattr(stream, "_stream", stream)):
         state = np.zeros(len(RESIDENT), np.uint8)
-        assert LookUp(scene.table, RESIDENT, state, GpuArray.of(scene.device, out), scene.fetch).finish()
+        assert look_up_of(scene.table, RESIDENT, state, GpuArray.of(scene.device, out), scene.fetch).finish()
     np.testing.assert_array_equal(to_host(out), scene.rows(RESIDENT, np.float32))
     stream.synchronize()
     np.testing.assert_array_equal(read.view(np.float32).reshape(-1, 8), before)
@@ -537,12 +554,14 @@ def test_parts_of_a_look_up_overlap_and_are_all_given_back(kind: str, pooled: bo
         return scene.fetch(missing, dtype)
 
     out, state = scene.device.empty(expected.shape, np.float32), np.zeros(len(keys), np.uint8)
-    assert LookUp(scene.table, keys, state, GpuArray.of(scene.device, out), scene.fetch, bags).finish()
+    assert look_up_of(scene.table, keys, state, GpuArray.of(scene.device, out), scene.fetch, bags).finish()
     np.testing.assert_array_equal(to_host(out), expected)
     assert (state[keys < len(RESIDENT)] == Tier.DEVICE).all()
     assert (state != Tier.PENDING).all()
     with pytest.raises(StorageError, match="the disk failed"):
-        LookUp(scene.table, keys, np.zeros(len(keys), np.uint8), GpuArray.of(scene.device, out), fetch, bags).finish()
+        look_up_of(
+            scene.table, keys, np.zeros(len(keys), np.uint8), GpuArray.of(scene.device, out), fetch, bags
+        ).finish()
     assert held == [2] * 12
     assert scene.memory.held == 0
     if isinstance(scene.device, ShimDevice):
@@ -562,7 +581,7 @@ def test_look_ups_that_have_begun_together_are_finished_one_after_the_other(kind
         if bags is not None:
             expected = pool_bags(expected, bags.offsets, None, None, bags.combiner)
         out, state = scene.device.empty(expected.shape, np.float32), np.zeros(len(keys), np.uint8)
-        look_up = LookUp(scene.table, keys, state, GpuArray.of(scene.device, out), scene.fetch, bags, host)
+        look_up = look_up_of(scene.table, keys, state, GpuArray.of(scene.device, out), scene.fetch, bags, host)
         assert look_up.begin() == (number < ANSWERING)
         begun.append((look_up, keys, state, expected))
     assert scene.memory.held == ANSWERING
@@ -593,7 +612,7 @@ def test_threads_with_several_look_ups_at_once_never_wait_for_each_other() -> No
             look_ups = []
             for n in (100, 2500, 100, 2500):
                 keys, out = rng.integers(0, LAST, n), scene.device.empty((n, 8), np.float32)
-                look_up = LookUp(scene.table, keys, np.zeros(n, np.uint8), GpuArray.of(scene.device, out), fetch)
+                look_up = look_up_of(scene.table, keys, np.zeros(n, np.uint8), GpuArray.of(scene.device, out), fetch)
                 look_ups.append((look_up, scene.rows(keys, np.float32)))
             for look_up, expected in sorted(look_ups, key=lambda one: not one[0].begin()):
                 if not look_up.finish() or not np.array_equal(to_host(look_up.out), expected):
@@ -614,7 +633,7 @@ def test_a_look_up_begins_only_where_it_can_end() -> None:
 
     def begins(keys: Keys) -> bool:
         out = scene.device.empty((len(keys), 8), np.float32)
-        return LookUp(
+        return look_up_of(
             scene.table, keys, np.zeros(len(keys), np.uint8), GpuArray.of(scene.device, out), scene.fetch
         ).begin()
 
@@ -624,7 +643,7 @@ def test_a_look_up_begins_only_where_it_can_end() -> None:
     assert begins(BELOW[:9])
     scene.device.broken = True
     out, state = scene.device.empty((9, 8), np.float32), np.zeros(9, np.uint8)
-    look_up = LookUp(scene.table, BELOW[:9], state, GpuArray.of(scene.device, out), scene.fetch)
+    look_up = look_up_of(scene.table, BELOW[:9], state, GpuArray.of(scene.device, out), scene.fetch)
     assert look_up.begin()
     assert not look_up.finish()
     assert scene.table.problem is not None
@@ -674,7 +693,7 @@ class Caller:
         pending_lookup = PendingLookup(self.hold, after)
         state = np.zeros(len(keys), np.uint8)
         with device.in_stream(getattr(self.stream, "_stream", self.stream)):
-            assert LookUp(
+            assert look_up_of(
                 scene.table,
                 keys,
                 state,
@@ -788,7 +807,7 @@ def test_offsets_on_the_device_that_do_not_fit_are_an_error_and_their_bags_are_n
     else:
         out = scene.device.empty((len(starts), 8), np.float32)
         with pytest.raises(InvalidInput, match=match):
-            LookUp(
+            look_up_of(
                 scene.table, there, np.zeros(len(keys), np.uint8), GpuArray.of(scene.device, out), scene.fetch, bags
             ).finish()
     assert scene.asked == []
@@ -819,7 +838,7 @@ def test_bags_whose_keys_offsets_and_weights_are_on_the_device_are_as_those_from
         bags = Pooling(starts, factors if weighted else None, Combiner.MEAN)
         if waited:
             out, state = scene.device.empty(expected.shape, np.float32), np.zeros(n, np.uint8)
-            assert LookUp(
+            assert look_up_of(
                 scene.table, there, state, GpuArray.of(scene.device, out), scene.fetch, bags, padding=padding
             ).finish()
             answer = to_host(out)
@@ -904,7 +923,7 @@ def test_what_a_look_up_holds_is_released_when_the_device_fails_before_its_end()
     caller.ask(BELOW)
     scene.device.broken = True
     out = scene.device.empty((1, 8), np.float32)
-    assert not LookUp(
+    assert not look_up_of(
         scene.table, RESIDENT[:1], np.zeros(1, np.uint8), GpuArray.of(scene.device, out), scene.fetch
     ).finish()
     caller.has_released()
@@ -1169,12 +1188,12 @@ def test_a_look_up_that_is_abandoned_or_cannot_read_rows_does_not_wait_for_strea
 
     caller.ask(BELOW, fetch=slow)
     out, state = scene.device.empty((len(RESIDENT), 8), np.float32), np.zeros(len(RESIDENT), np.uint8)
-    look_up = LookUp(scene.table, RESIDENT, state, GpuArray.of(scene.device, out), scene.fetch)
+    look_up = look_up_of(scene.table, RESIDENT, state, GpuArray.of(scene.device, out), scene.fetch)
     assert look_up.begin()
     look_up.abandon()
     assert scene.memory.held == 1
     with pytest.raises(StorageError, match="the disk failed"):
-        LookUp(scene.table, RESIDENT + BELOW[0], state, GpuArray.of(scene.device, out), fail).finish()
+        look_up_of(scene.table, RESIDENT + BELOW[0], state, GpuArray.of(scene.device, out), fail).finish()
     assert scene.memory.held == 1
     go_on.set()
     caller.is_through()
@@ -1329,7 +1348,7 @@ def test_a_device_that_fails_is_passed_over() -> None:
     scene = Scene(8, StorageDtype.FLOAT32)
     scene.device.broken = True
     out = scene.device.empty((len(RESIDENT), 8), np.float32)
-    assert not LookUp(
+    assert not look_up_of(
         scene.table, RESIDENT, np.zeros(len(RESIDENT), np.uint8), GpuArray.of(scene.device, out), scene.fetch
     ).finish()
     assert "fell off the bus" in str(scene.table.stats()["problem"])

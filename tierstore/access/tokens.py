@@ -34,11 +34,12 @@ from pathlib import Path
 from typing import Any
 
 from tierstore.access.roles import NO_LIMITS, Principal, Rates, Role
+from tierstore.arguments import check_name
 from tierstore.errors import Corruption, InvalidInput, NotFound, StorageError, TierstoreError, Unauthorized
 from tierstore.formats import files
 from tierstore.formats.private import make_private
 from tierstore.formats.release import of_another_release
-from tierstore.types import check_name, model_and_head
+from tierstore.types import model_and_head
 
 log = logging.getLogger(__name__)
 

@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from tierstore.arguments import check_seconds, number_or_none, whole_number
 from tierstore.client.attempts import RetryBudget
 from tierstore.client.balancing import Balancer
 from tierstore.client.operations import Operations
 from tierstore.client.settings import Address, ClientSettings, Node, RetryPolicy, TlsFiles, lines_of_headers
 from tierstore.client.transport import Transport
 from tierstore.errors import InvalidInput, shown
-from tierstore.types import check_seconds, number_or_none, whole_number
 
 if TYPE_CHECKING:
     from tierstore.client.async_transport import AsyncTransport

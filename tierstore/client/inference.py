@@ -16,13 +16,14 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from tierstore.arguments import as_version, check_seconds, names_of
 from tierstore.client import wire
 from tierstore.client.attempts import NodeCall, Outgoing, new_request_id
 from tierstore.client.replies import DocumentReply, Tensors, checked, part_of
 from tierstore.client.splitting import JoinedOutputs, Split
 from tierstore.errors import DeadlineExceeded, MissingExtra, NotFound, NotReady, TierstoreError, shown
 from tierstore.forks import renew_in_child
-from tierstore.types import NAME, as_version, check_seconds, model_and_head, names_of
+from tierstore.types import NAME, model_and_head
 
 SWITCH_ATTEMPTS = 4  # at a request in parts, when versions switch between the parts
 _MODELS_LIMIT = 256  # in the cache

@@ -9,10 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from tierstore.arguments import as_version, by_name, keys_and_bags, weights_of
 from tierstore.client import wire
 from tierstore.errors import InvalidInput, shown
 from tierstore.formats.key_arrays import key_array
-from tierstore.types import KeysLike, as_version, by_name, keys_and_bags, weights_of
+from tierstore.types import KeysLike
 
 if TYPE_CHECKING:
     import numpy as np
@@ -37,7 +38,7 @@ class Batch:
 
     @staticmethod
     def from_value(feature: str, value: Any) -> Batch:
-        """`value` is as `types.keys_and_bags` takes it."""
+        """`value` is as `arguments.keys_and_bags` takes it."""
         keys, offsets, weights = keys_and_bags(feature, value)
         if offsets is None and weights is not None:
             raise InvalidInput(f"{feature!r}: weights come with offsets: (keys, offsets, weights)")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast
 from urllib.parse import quote
 
+from tierstore.arguments import as_version, by_name, check_name, check_share, names_of, number_or_none, whole_number
 from tierstore.client import wire
 from tierstore.client.attempts import new_request_id
 from tierstore.client.identify import delta_model, path_text, snapshot_model
@@ -60,22 +61,7 @@ from tierstore.errors import (
     shown,
 )
 from tierstore.formats.delta.source import DeltaSource, delta_bytes
-from tierstore.types import (
-    MAX_PARTITIONS,
-    BackupReport,
-    DeltaResult,
-    ExportReport,
-    Progress,
-    ProgressFn,
-    as_version,
-    by_name,
-    check_name,
-    check_share,
-    head_name,
-    names_of,
-    number_or_none,
-    whole_number,
-)
+from tierstore.types import MAX_PARTITIONS, BackupReport, DeltaResult, ExportReport, Progress, ProgressFn, head_name
 
 if TYPE_CHECKING:
     import numpy as np

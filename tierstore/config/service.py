@@ -109,7 +109,7 @@ class ServiceSettings(BaseModel):
         ByteSize(256 << 20), description="largest answer of a look-up, including rows before they are pooled"
     )
     max_inflight: Size = Field(
-        ByteSize(1 << 30), description="bytes that look-ups in progress may use together; above it clients get 503"
+        ByteSize(1 << 30), description="bytes that requests in progress may use together; above it clients get 503"
     )
     log_format: LogFormat = Field(
         "text", description="format of the log on standard error: lines of `text`, or `json` with one object a line"

@@ -17,6 +17,7 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 import numpy as np
 import numpy.typing as npt
 
+from tierstore.arguments import as_version, by_name
 from tierstore.engine.deltas.apply import DeltaPath
 from tierstore.engine.deltas.fold import Folder
 from tierstore.engine.deltas.incoming import Incoming
@@ -45,16 +46,7 @@ from tierstore.formats import files
 from tierstore.formats.delta.reader import Delta
 from tierstore.formats.names import ModelDirectory
 from tierstore.predict.signature import Signature
-from tierstore.types import (
-    DeltaResult,
-    FeatureSpec,
-    KeysLike,
-    Partitions,
-    TableSpec,
-    Vectors,
-    as_version,
-    by_name,
-)
+from tierstore.types import DeltaResult, FeatureSpec, KeysLike, Partitions, TableSpec, Vectors
 
 Floats = npt.NDArray[np.floating[Any]]  # a CuPy array if a device was named
 Found = npt.NDArray[np.bool_]

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from tierstore.access.audit import Audit
+from tierstore.arguments import number_or_none, whole_number
 from tierstore.config import Settings, load_settings
 from tierstore.config.memory import why_too_much
 from tierstore.engine.deltas.incoming import Incoming, IncomingDelta, may_run
@@ -59,16 +60,7 @@ from tierstore.kafka.parked import ParkedFiles
 from tierstore.status import StoreStatus
 from tierstore.threads import Thread
 from tierstore.tiers.background import become_background
-from tierstore.types import (
-    MAX_PARTITIONS,
-    BackupReport,
-    DeltaResult,
-    ExportReport,
-    ProgressFn,
-    VerifyReport,
-    number_or_none,
-    whole_number,
-)
+from tierstore.types import MAX_PARTITIONS, BackupReport, DeltaResult, ExportReport, ProgressFn, VerifyReport
 
 log = logging.getLogger(__name__)
 
@@ -206,7 +198,6 @@ class Store(ParkedMessages):
                 return load(
                     held,
                     snapshot,
-                    self.shared,
                     self.placed(held).load(),
                     activate=activate,
                     aside=aside,

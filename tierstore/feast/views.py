@@ -16,9 +16,10 @@ from typing import Any
 from feast.feature_view import DUMMY_ENTITY_ID, FeatureView
 from feast.value_type import ValueType
 
+from tierstore.arguments import check_name
 from tierstore.errors import Conflict, InvalidInput
 from tierstore.formats.columns import MAX_DIM
-from tierstore.types import KeyType, check_name
+from tierstore.types import KeyType
 
 TIME_SUFFIX = "-event_time"
 TIME_DIM = 3  # numbers of a time, see `rows.py`

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sized
 from typing import TYPE_CHECKING, Any
 
+from tierstore.arguments import check_sequence
 from tierstore.errors import InvalidInput
-from tierstore.types import check_sequence
 
 if TYPE_CHECKING:
     import numpy as np

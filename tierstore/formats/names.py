@@ -40,7 +40,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from tierstore.types import NAME, Tier, check_name
+from tierstore.arguments import check_name
+from tierstore.types import NAME, Tier
 
 # a data directory
 LOCK = "LOCK"

@@ -13,8 +13,9 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from tierstore.arguments import check_sequence
 from tierstore.errors import InvalidInput
-from tierstore.types import KeyType, check_sequence
+from tierstore.types import KeyType
 
 _MAX_TEXT_BYTES = 1 << 30
 STRING_KINDS = (

@@ -19,6 +19,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from tierstore.arguments import check_name
 from tierstore.errors import DeltaError, InvalidInput
 from tierstore.formats.columns import KEY, VECTOR, as_vectors, first_not_finite, key_type_of
 from tierstore.formats.delta.reader import MAX_DECODED_BYTES
@@ -40,7 +41,7 @@ from tierstore.imports.columns import (
 )
 from tierstore.imports.places import FORMATS, RowsKind, RowsPlace, places_of
 from tierstore.imports.row_sources import as_paths, naming_rows
-from tierstore.types import KeyType, check_name
+from tierstore.types import KeyType
 
 TABLE, DELETED = "table", "deleted"  # columns that are read where a file has them
 _OWN_WORDS = {b"model", b"seq", b"event_time"}  # of which a delta has all in its schemas' metadata

@@ -9,13 +9,12 @@ from __future__ import annotations
 import fcntl
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tierstore.config import Settings, load_settings
+from tierstore.config import load_settings
 from tierstore.errors import Conflict, InvalidInput, Locked, SnapshotError, StorageError
 from tierstore.formats import files
 from tierstore.formats.names import BUILD, BUILT_MANIFEST, REQUEST_SUFFIX, STRINGS, VersionDirectory, built_strings
@@ -35,6 +34,7 @@ from tierstore.formats.snapshot.manifest import Manifest
 from tierstore.formats.snapshot.reader import Snapshot, local_path
 from tierstore.formats.uploads import check_nothing_at, scratch_directory, upload_tree
 from tierstore.ingest.bulkload import BulkLoad
+from tierstore.ingest.load_plan import FileSpec, LoadWork
 from tierstore.ingest.results import BaseBuild
 from tierstore.ingest.side_files import copy_side_files
 from tierstore.ingest.tasks import Merged
@@ -63,36 +63,19 @@ def build_snapshot(
     temporary files are, and uploaded, with `built.json` last. Raises SnapshotError, InvalidInput, Conflict for an `out` with a built
     version, Locked, StorageError, and LoadCancelled when `cancelled` is set.
     """
-    chosen = load_settings(config, **settings)
-    build = partial(
-        build_version,
-        open_source(source),
-        partitions=partitions,
-        settings=chosen,
-        progress=progress,
-        cancelled=cancelled,
-    )
+    chosen, snapshot = load_settings(config, **settings), open_source(source)
+    work = LoadWork(chosen.load_memory, chosen.load_workers, progress=progress, cancelled=cancelled)
     if not (isinstance(out, str) and is_url(out)):
-        return build(local_path(out).absolute())
+        return build_version(snapshot, local_path(out).absolute(), partitions, work, chosen.string_keys_size)
     check_nothing_at(out)
     with scratch_directory(scratch, "tierstore-build-") as made:
-        version = build(made)
+        version = build_version(snapshot, made, partitions, work, chosen.string_keys_size)
         upload_tree(made, out, BUILT_MANIFEST)
     return version
 
 
-def build_version(
-    snapshot: Snapshot,
-    out: Path,
-    *,
-    partitions: int,
-    settings: Settings,
-    aside: bool = False,
-    share: Callable[[], float] = lambda: 1.0,
-    progress: ProgressFn | None = None,
-    cancelled: threading.Event | None = None,
-) -> int:
-    """Build a version from a snapshot that is open, into a directory; `aside` and `share` as for a `BulkLoad`."""
+def build_version(snapshot: Snapshot, out: Path, partitions: int, work: LoadWork, strings_size: int) -> int:
+    """Build a version from a snapshot that is open, into a directory, with at most so many bytes of string keys."""
     if not 1 <= partitions <= MAX_PARTITIONS:
         raise InvalidInput(f"partitions: expected 1 to {MAX_PARTITIONS}, got {partitions}")
     if isinstance(snapshot, BuiltSnapshot):
@@ -102,19 +85,8 @@ def build_version(
         build = out / BUILD
         if build.exists():
             _gather(out, build)
-        with BulkLoad(
-            snapshot,
-            build,
-            memory_bytes=settings.load_memory,
-            workers=settings.load_workers,
-            base="sealed",
-            aside=aside,
-            share=share,
-            partitions=partitions,
-            progress=progress,
-            cancelled=cancelled,
-        ) as bulk:
-            made = bulk.keep_strings(bulk.build(), build / STRINGS, settings.string_keys_size, 0)
+        with BulkLoad(snapshot, build, FileSpec(partitions=partitions), work) as bulk:
+            made = bulk.keep_strings(bulk.build(), build / STRINGS, strings_size, 0)
         snapshot.check_unchanged(identity)
         roots = [out] if partitions == 1 else [files.make_dir(out / f"partition-{i:04}") for i in range(partitions)]
         for partition, root in enumerate(roots):

@@ -18,9 +18,8 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -39,7 +38,7 @@ from tierstore.formats.snapshot.manifest import TableEntry
 from tierstore.formats.snapshot.reader import Snapshot
 from tierstore.ingest.helpers import Helpers
 from tierstore.ingest.journal import Journal, about
-from tierstore.ingest.load_plan import LoadPlan, plan_load
+from tierstore.ingest.load_plan import FileSpec, LoadPlan, LoadWork, plan_load
 from tierstore.ingest.load_tasks import RUNS, LoadTasks
 from tierstore.ingest.progress import ProgressReporter
 from tierstore.ingest.results import BaseBuild, TableBuild, Written, sum_up
@@ -64,7 +63,7 @@ from tierstore.tiers.disk.sealed_file import FORMAT as SEALED_FORMAT
 from tierstore.tiers.disk.sealed_file import SealedFile
 from tierstore.tiers.disk.sst import MAX_TABLES_WITH_STRINGS, SstFile
 from tierstore.tiers.disk.strings_file import KeptStrings, MissingStrings, StringsFile
-from tierstore.types import BaseKind, KeyType, Partitions, ProgressFn
+from tierstore.types import BaseKind, KeyType, Partitions
 
 log = logging.getLogger(__name__)
 
@@ -101,55 +100,27 @@ def can_go_on(error: BaseException) -> bool:
 class BulkLoad:
     """One load into the directory `out_dir`, which is made, or emptied of all that is not of the same load. A context manager.
 
-    `memory_bytes` bounds what all helpers hold together, beyond about 150 MB that each takes to run at
-    all. Needs room on disk for the rows twice. `progress` is called from this thread, 5 to 20 times a
-    second; what it raises ends the load.
-
-    Rows that are older than the ttl of their table when the load begins, or at `began_s`, are not loaded. The times of the others are kept,
-    unless `keep_times` is False.
-
-    With `aside` helpers use half of the processors, because requests are served meanwhile. `share` says for which share of
-    the time they may work. `partitions` are made, of which each file has one; else, with `own`, only rows of these are loaded.
-
-    All steps raise StorageError when the disk or a helper fails, and LoadCancelled when `cancelled` is
-    set. If the block raises, `out_dir` is removed, unless another load `can_go_on` and `keep` is set. Otherwise
-    the caller removes it, once the load is over.
+    Needs room on disk for the rows twice. All steps raise StorageError when the disk or a helper fails, and LoadCancelled when
+    it is cancelled. If the block raises, `out_dir` is removed, unless another load `can_go_on` and may. Otherwise the caller
+    removes it, once the load is over.
     """
 
-    def __init__(
-        self,
-        snapshot: Snapshot,
-        out_dir: Path,
-        *,
-        memory_bytes: int,
-        workers: int,
-        base: BaseKind,
-        aside: bool = False,
-        keep: bool = True,
-        share: Callable[[], float] = lambda: 1.0,
-        keep_times: bool = True,
-        partitions: int = 1,
-        own: Partitions | None = None,
-        began_s: int | None = None,
-        progress: ProgressFn | None = None,
-        cancelled: threading.Event | None = None,
-    ) -> None:
-        self._snapshot, self._aside, self._share, self._keep = snapshot, aside, share, keep
-        self._began_s = began_s
+    def __init__(self, snapshot: Snapshot, out_dir: Path, spec: FileSpec, work: LoadWork) -> None:
+        self._snapshot, self._work = snapshot, work
         self._tables = snapshot.manifest.tables
         self._out_dir = Path(out_dir).absolute()
-        self._base: BaseKind = base
-        self._partitions, self._keep_times = partitions, keep_times
         self._built = snapshot if isinstance(snapshot, BuiltSnapshot) else None
-        self._held, self._parts = own, 1
+        self._held, self._parts = spec.own, 1
         if self._built is not None:
-            _check_suits(self._built, base, own)
+            _check_suits(self._built, spec.base, spec.own)
             if self._built.held is not None:  # it has been chosen already
-                self._held, self._parts, own = self._built.held, self._built.held.count, None
-        self._own = own
-        part = 1.0 if own is None else own.part
-        self.plan = plan_load(self._tables, base=base, memory_bytes=memory_bytes, workers=workers, part=part)
-        self._progress = ProgressReporter(progress, cancelled)
+                self._held, self._parts, spec = self._built.held, self._built.held.count, replace(spec, own=None)
+        self._spec = spec
+        part = 1.0 if spec.own is None else spec.own.part
+        self.plan = plan_load(
+            self._tables, base=spec.base, memory_bytes=work.memory_bytes, workers=work.workers, part=part
+        )
+        self._progress = ProgressReporter(work.progress, work.cancelled)
         self._helpers: Helpers | None = None
         self._journal: Journal | None = None
         self._finished = Finished()  # by an earlier load
@@ -165,7 +136,9 @@ class BulkLoad:
             self._helpers.end()
         if self._journal is not None:
             self._journal.close()
-        kept = error is None or (self._keep and can_go_on(error) and self._journal is not None and self._journal.done)
+        kept = error is None or (
+            self._work.keep and can_go_on(error) and self._journal is not None and self._journal.done
+        )
         remove_tree(self._out_dir / _HELPERS if kept else self._out_dir)
 
     def build(self) -> BaseBuild:
@@ -174,18 +147,8 @@ class BulkLoad:
         identity = self._identity()
         self._journal = journal = Journal(self._out_dir / JOURNAL, identity)
         began_s = identity.get("began_s", 0)
-        tasks = LoadTasks(
-            self.plan,
-            self._out_dir,
-            journal,
-            base=self._base,
-            partitions=self._partitions,
-            built=self._built,
-            own=self._own,
-            oldest_s={of.name: max(0, began_s - of.ttl_s) for of in self._tables if of.ttl_s is not None},
-            keep_times=self._keep_times,
-        )
-        self._tasks = tasks
+        oldest_s = {of.name: max(0, began_s - of.ttl_s) for of in self._tables if of.ttl_s is not None}
+        self._tasks = tasks = LoadTasks(self.plan, self._out_dir, journal, self._spec, oldest_s, self._built)
         if not journal.done:
             self._remove_all_but(frozenset())
         make_dir(self._out_dir / RUNS)
@@ -198,8 +161,8 @@ class BulkLoad:
             self.plan.helpers
             or int(not isinstance(self._snapshot.root, Path)),  # to cancel need not wait for a storage
             self._out_dir / _HELPERS,
-            aside=self._aside,
-            share=self._share,
+            aside=self._work.aside,
+            share=self._work.share,
             waits=self._progress.wait_for,
         )
         if journal.done:
@@ -209,10 +172,10 @@ class BulkLoad:
         self._progress.end_phase()
         remove_tree(self._out_dir / RUNS)
         self._seconds["write"] = time.monotonic() - began - self._seconds.get("read", 0.0)
-        kind = SealedFile if self._base == "sealed" else SstFile
+        kind = SealedFile if self._spec.base == "sealed" else SstFile
         files = [kind(Path(task.out), of.xxh3, of.bytes, of.entries) for task, of in self.written if of.xxh3]
         peak, kept = helpers.peak_bytes, self._kept_rows
-        return BaseBuild(files, tables, self._base, self._seconds, peak, kept, self._held, self._parts)
+        return BaseBuild(files, tables, self._spec.base, self._seconds, peak, kept, self._held, self._parts)
 
     def _await_kernels(self) -> None:
         """Else each helper would compile its own."""
@@ -230,7 +193,7 @@ class BulkLoad:
         self._seconds["read"] = time.monotonic() - began
         merges = [task for plan in self.plan.tables for task in self._tasks.merges(plan, runs[plan.table])]
         total = sum(result.rows for result in sorted_.values())
-        total += sum(sorted_[of.name].rows for of in self._tables if of.ttl_s is not None and self._keep_times)
+        total += sum(sorted_[of.name].rows for of in self._tables if of.ttl_s is not None and self._spec.keep_times)
         self.written = list(zip(merges, self._make("write", merges, total), strict=True))
         for name, result in sorted_.items():
             if result.expired:
@@ -246,11 +209,9 @@ class BulkLoad:
         return {of.name: self._copied(of) for of in built.tables}
 
     def _copied(self, table: BuiltTable) -> TableBuild:
-        mine = [made for task, made in self.written if task.table == table.name]
+        mine, own = [made for task, made in self.written if task.table == table.name], self._spec.own
         rows, digest = sum(made.rows for made in mine), sum(made.digest for made in mine) % 2**64
-        colliding = [
-            entry for entry in table.colliding if self._own is None or are_own(np.array([entry[1]]), self._own)[0]
-        ]
+        colliding = [entry for entry in table.colliding if own is None or are_own(np.array([entry[1]]), own)[0]]
         return TableBuild(rows, np.array(table.mean, np.float32), digest, colliding, table.expired)
 
     def ingest(self, build: BaseBuild, db: Path, records: Mapping[str, bytes]) -> None:
@@ -260,7 +221,7 @@ class BulkLoad:
         self._progress.begin_phase("ingest", 0)
         texts = {name: value.decode() for name, value in records.items()}
         scratch = str(self._out_dir / _INGEST)
-        self._helpers.run([Ingest(str(db), self._base, files, texts, scratch, self._parts)], self._progress.add)
+        self._helpers.run([Ingest(str(db), self._spec.base, files, texts, scratch, self._parts)], self._progress.add)
 
     def keep_strings(self, build: BaseBuild, folder: Path, most_bytes: int, keep_free: int) -> BaseBuild:
         """Keep the strings of string keys in a new folder, unless they take more than `most_bytes`; 0: keep none.
@@ -276,7 +237,7 @@ class BulkLoad:
         if tables:
             make_dir(folder)
             self._progress.begin_phase("strings", sum(table.rows for table in tables))
-            keep_free += self._partitions * self._snapshot.side_bytes() + self.plan.helpers * _SPARE_BYTES
+            keep_free += self._spec.partitions * self._snapshot.side_bytes() + self.plan.helpers * _SPARE_BYTES
             kept = {of.name: self._kept_strings(of, build, folder, most_bytes, keep_free) for of in tables}
             self._progress.end_phase()
         too_many = sum(file.bytes for of in kept.values() for file in of.files) > most_bytes
@@ -298,7 +259,7 @@ class BulkLoad:
             tasks = self._sort_strings(table, folder, most_bytes, keep_free)
         else:
             tasks = self._copy_strings(self._built.strings(table.name), table, folder, keep_free)
-            if self._own is None and sum(size for task in tasks for _, size, _ in task.sources) > most_bytes:
+            if self._spec.own is None and sum(size for task in tasks for _, size, _ in task.sources) > most_bytes:
                 return KeptStrings(missing=MissingStrings.SIZE)
         assert self._helpers is not None
         found: list[SortedStrings] = self._helpers.run(tasks, self._progress.add)
@@ -321,11 +282,11 @@ class BulkLoad:
         for number, shard in enumerate(table.shards):
             groups[min(count - 1, before * count // max(1, table.rows))].append(number)
             before += shard.rows
-        own = None if self._own is None else str(self._own)
+        own = None if self._spec.own is None else str(self._spec.own)
         run_bytes = self.plan.share_bytes // 3  # they are held twice as they are sorted
         return [
             SortStrings(
-                table.name, number, shards, str(folder), run_bytes, most_bytes, keep_free, own, self._partitions
+                table.name, number, shards, str(folder), run_bytes, most_bytes, keep_free, own, self._spec.partitions
             )
             for number, shards in enumerate(filter(None, groups))
         ]
@@ -335,7 +296,7 @@ class BulkLoad:
     ) -> list[CopyStrings]:
         """Tasks for a table's files of a built version, as many as there are helpers."""
         count = max(1, self.plan.helpers)
-        own = None if self._own is None else str(self._own)
+        own = None if self._spec.own is None else str(self._spec.own)
         sources = [(of.name, of.bytes, of.xxh3) for of in files]
         groups = [sources[number::count] for number in range(count)]
         return [
@@ -367,7 +328,7 @@ class BulkLoad:
 
     def _check_room(self) -> None:
         """Raise StorageError now rather than after an hour."""
-        needed = _disk_bytes(self.plan, self._snapshot, self._own)
+        needed = _disk_bytes(self.plan, self._snapshot, self._spec.own)
         needed = max(0, needed - tree_bytes(self._out_dir))  # files of an earlier load are used
         free = shutil.disk_usage(self._out_dir).free
         scratch = self.plan.scratch_bytes if self._built is None else 0
@@ -386,16 +347,17 @@ class BulkLoad:
             "format": _JOURNAL_FORMAT,
             "snapshot": self._snapshot.identity(),
             "directory": str(self._out_dir),
-            "base": self._base,
+            "base": self._spec.base,
             "plan": asdict(self.plan),
-            "partitions": self._partitions,
-            "own": None if self._own is None else str(self._own),
+            "partitions": self._spec.partitions,
+            "own": None if self._spec.own is None else str(self._spec.own),
         }
         if self._built is None and any(table.ttl_s is not None for table in self._tables):
             before = about(self._out_dir / JOURNAL)
-            identity["began_s"] = int(time.time()) if self._began_s is None else self._began_s
+            began_s = self._spec.began_s
+            identity["began_s"] = int(time.time()) if began_s is None else began_s
             if (
-                self._began_s is None
+                began_s is None
                 and isinstance(before, dict)
                 and before == json.loads(json.dumps({**identity, "began_s": before.get("began_s")}))
             ):

@@ -12,11 +12,13 @@ Pure functions and immutable values.
 from __future__ import annotations
 
 import math
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from tierstore.formats.row_times import TIME_BYTES
 from tierstore.formats.snapshot.manifest import TableEntry
-from tierstore.types import BaseKind, TableSpec
+from tierstore.types import BaseKind, Partitions, ProgressFn, TableSpec
 
 KEY_CODE_BYTES = 8
 MAX_FAN_IN = 400  # runs that one merge reads at the same time
@@ -30,6 +32,41 @@ _MAX_BATCH_BYTES = 16 << 20
 _OVERHEAD = 16  # bytes a row for lengths, indexes and checksums, rounded up
 _MARGIN = 6.0
 _UNUSED = 7  # at most one byte in so many is unused in a block
+
+
+@dataclass(frozen=True, slots=True)
+class FileSpec:
+    """Which files a load makes, of which rows. `partitions` are made, of which each file has one; else, with `own`, only
+    rows of these are loaded.
+
+    Rows that are older than the ttl of their table when the load begins, or at `began_s`, are not loaded. The times of the
+    others are kept, unless `keep_times` is False.
+    """
+
+    base: BaseKind = "sealed"
+    partitions: int = 1
+    own: Partitions | None = None
+    keep_times: bool = True
+    began_s: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LoadWork:
+    """How a load works. `memory_bytes` bounds what its helpers (`workers`) hold together, beyond about 150 MB that each takes
+    to run at all.
+
+    With `aside` helpers use half of the processors, because requests are served meanwhile. `share` says for which share of
+    the time they may work. `progress` is called from the load's thread, 5 to 20 times a second; what it raises ends the
+    load. `cancelled` ends it once it is set. With `keep` another load may go on from what this one leaves.
+    """
+
+    memory_bytes: int
+    workers: int
+    aside: bool = False
+    share: Callable[[], float] = lambda: 1.0
+    keep: bool = True
+    progress: ProgressFn | None = None
+    cancelled: threading.Event | None = None
 
 
 @dataclass(frozen=True, slots=True)

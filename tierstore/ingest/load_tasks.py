@@ -14,13 +14,12 @@ from typing import Any
 from tierstore.formats.row_times import TIME_BYTES, times_of
 from tierstore.formats.snapshot.built import BuiltSnapshot
 from tierstore.ingest.journal import Journal
-from tierstore.ingest.load_plan import LoadPlan, TablePlan
+from tierstore.ingest.load_plan import FileSpec, LoadPlan, TablePlan
 from tierstore.ingest.results import Written
 from tierstore.ingest.runs import Run, quantiles
 from tierstore.ingest.tasks import CopyFile, JoinRuns, MergeRuns, ReadBack, ReadFile, SortShards
 from tierstore.tiers.disk.sealed import BASE
 from tierstore.tiers.disk.sst import times_id
-from tierstore.types import BaseKind, Partitions
 
 RUNS = "runs"  # the folder of runs, in the load's directory
 _READERS_A_HELPER = 4  # parts of a base of RocksDB's that are read back
@@ -29,9 +28,7 @@ _READERS_A_HELPER = 4  # parts of a base of RocksDB's that are read back
 class LoadTasks:
     """The tasks of one load into `out_dir`. `built` is the snapshot where it is built already, and only copied.
 
-    own: where only the rows of these partitions are to be loaded of more than there are.
-    `oldest_s`: of the tables with a ttl, when a row must have been written to be loaded. Without `keep_times` their times end
-    with the load.
+    `oldest_s`: of the tables with a ttl, when a row must have been written to be loaded.
     """
 
     def __init__(
@@ -39,18 +36,13 @@ class LoadTasks:
         plan: LoadPlan,
         out_dir: Path,
         journal: Journal,
-        *,
-        base: BaseKind,
-        partitions: int,
-        built: BuiltSnapshot | None,
-        own: Partitions | None,
+        spec: FileSpec,
         oldest_s: Mapping[str, int],
-        keep_times: bool,
+        built: BuiltSnapshot | None = None,
     ) -> None:
-        self._plan, self._out_dir, self._journal = plan, out_dir, journal
-        self._base, self._partitions, self._built, self._own = base, partitions, built, own
-        self._own_text = None if own is None else str(own)
-        self._oldest_s, self._keep_times = oldest_s, keep_times
+        self._plan, self._out_dir, self._journal, self._built, self._oldest_s = plan, out_dir, journal, built, oldest_s
+        self._spec = spec
+        self._own_text = None if spec.own is None else str(spec.own)
 
     def reads(self, plan: TablePlan) -> list[SortShards]:
         """Tasks that make sorted runs of a table's shards."""
@@ -62,7 +54,7 @@ class LoadTasks:
                 f"{prefix}-{number}",
                 plan.run_bytes,
                 plan.batch_bytes,
-                self._partitions,
+                self._spec.partitions,
                 self._own_text,
                 self._oldest_s.get(plan.table, 0),
             )
@@ -78,7 +70,7 @@ class LoadTasks:
                 runs[begin : begin + at_once],
                 str(self._out_dir / RUNS / f"{plan.table}.joined-{begin}"),
                 plan.step_bytes,
-                self._partitions,
+                self._spec.partitions,
             )
             for begin in range(0, len(runs) if at_once > 1 else 0, at_once)
         ]
@@ -88,8 +80,8 @@ class LoadTasks:
         if not runs:
             return []
         if _ranges(plan) not in self._journal.done:
-            files, parts = -(-plan.files // self._partitions), range(self._partitions)
-            cuts = [quantiles(runs, plan.row_bytes, files, (part, self._partitions)) for part in parts]
+            files, parts = -(-plan.files // self._spec.partitions), range(self._spec.partitions)
+            cuts = [quantiles(runs, plan.row_bytes, files, (part, self._spec.partitions)) for part in parts]
             self._journal.note(_ranges(plan), {"cuts": cuts})
         self._list_of_runs(plan).write_text(json.dumps(runs))
         return self.files(plan)
@@ -105,11 +97,11 @@ class LoadTasks:
 
     def _names(self, plan: TablePlan) -> list[str]:
         """The names of what a table's files hold: its rows, and their times where these are kept."""
-        has_times = self._keep_times and plan.table in self._oldest_s
+        has_times = self._spec.keep_times and plan.table in self._oldest_s
         return [plan.table, times_of(plan.table)] if has_times else [plan.table]
 
     def _merges(self, plan: TablePlan, name: str, table_id: int) -> list[MergeRuns]:
-        out, suffix = self._out_dir / f"base-{name}", "sealed" if self._base == "sealed" else "sst"
+        out, suffix = self._out_dir / f"base-{name}", "sealed" if self._spec.base == "sealed" else "sst"
         runs = str(self._list_of_runs(plan))
         return [
             MergeRuns(
@@ -118,12 +110,12 @@ class LoadTasks:
                 runs,
                 low,
                 high,
-                f"{out}-{f'{part:04}-' if self._partitions > 1 else ''}{number:04}.{suffix}",
-                self._base,
+                f"{out}-{f'{part:04}-' if self._spec.partitions > 1 else ''}{number:04}.{suffix}",
+                self._spec.base,
                 plan.step_bytes,
                 part,
-                self._partitions,
-                1 if self._own is None else self._own.count,
+                self._spec.partitions,
+                1 if self._spec.own is None else self._spec.own.count,
                 self._oldest_s.get(plan.table, 0),
             )
             for part, cuts in enumerate(self._journal.done.get(_ranges(plan), {"cuts": []})["cuts"])
@@ -152,7 +144,7 @@ class LoadTasks:
 
     def read_back(self, db: Path, written: list[Written]) -> list[tuple[ReadFile | ReadBack, list[Written]]]:
         """Tasks that together read all of the disk tier `db`, and what each of them should find."""
-        if self._base == "sealed":
+        if self._spec.base == "sealed":
             return [
                 (ReadFile(str(db / BASE / Path(task.out).name), str(made.xxh3), made.bytes), [(task, made)])
                 for task, made in written

@@ -48,7 +48,7 @@ from tierstore.imports.row_sources import Wanted, blocks
 from tierstore.ingest.build import built_file, finish_folder
 from tierstore.ingest.helpers import Helpers
 from tierstore.ingest.journal import Journal
-from tierstore.ingest.load_plan import plan_load
+from tierstore.ingest.load_plan import FileSpec, plan_load
 from tierstore.ingest.load_tasks import RUNS, LoadTasks
 from tierstore.ingest.receipts import (
     BUILD_RECORD,
@@ -202,17 +202,9 @@ class PartitionedBuild:
         with ExitStack() as stack:
             journal = Journal(build / "journal", {})
             stack.callback(journal.close)
-            tasks = LoadTasks(
-                plan,
-                build,
-                journal,
-                base="sealed",
-                partitions=1,
-                built=None,
-                own=Partitions.of(self.partitions, [partition]),
-                oldest_s={one.name: max(0, self.began_s - one.ttl_s) for one in tables if one.ttl_s is not None},
-                keep_times=True,
-            )
+            spec = FileSpec(own=Partitions.of(self.partitions, [partition]))
+            oldest_s = {one.name: max(0, self.began_s - one.ttl_s) for one in tables if one.ttl_s is not None}
+            tasks = LoadTasks(plan, build, journal, spec, oldest_s)
             here = stack.enter_context(Helpers(snapshot, 0, build))
             read = here.run(tasks.reads(of), _unheard)
             runs = [tuple(run) for result in read for run in result.runs]

@@ -15,10 +15,10 @@ from typing import NamedTuple
 import pyarrow as pa
 import xxhash
 
+from tierstore.arguments import check_name
 from tierstore.errors import DeltaError, InvalidInput
 from tierstore.formats.delta.reader import Delta, read_delta
 from tierstore.formats.names import MAX_ORDINAL
-from tierstore.types import check_name
 
 MAX_PARTS = 100_000
 _DECIMAL = re.compile("[0-9]{1,19}")

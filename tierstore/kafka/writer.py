@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from tierstore.arguments import check_name
 from tierstore.errors import DeltaError, InvalidInput, NotFound, Unreachable
 from tierstore.formats.delta.writer import DeltaWriter
 from tierstore.formats.names import MAX_ORDINAL
@@ -21,7 +22,6 @@ from tierstore.kafka import client
 from tierstore.kafka.admin import TopicAdmin
 from tierstore.kafka.messages import KafkaMessage, MessageHeaders, headers_of, read_checked, split
 from tierstore.trace_context import current_trace
-from tierstore.types import check_name
 
 MAX_MESSAGE = 900_000  # bytes; below the brokers' usual limit of 1 MB, with its headers
 _METADATA_S = 30.0

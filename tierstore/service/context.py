@@ -126,7 +126,7 @@ class Service:
         )  # reads deltas of the log, for seconds
         # for calls that open, warm or drop versions, or wait for such calls; deltas and metrics must not wait for them
         self.switch_pool = WorkerPool("switch", threads=ADMIN_THREADS, queue_limit=ADMIN_QUEUE)
-        self.inflight = ByteBudget("look-ups", settings.max_inflight)
+        self.inflight = ByteBudget("requests", settings.max_inflight)
         self.delta_bytes = ByteBudget("deltas", settings.max_delta * DELTAS_AT_ONCE)
         self.regions = Regions(enabled=settings.allow_client_shm, max_read=settings.max_request)
         self.signatures = Signatures()

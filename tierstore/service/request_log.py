@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from tierstore.config import Settings
@@ -23,6 +24,22 @@ logger = logging.getLogger(__name__)
 LINES_A_SECOND = 10  # of one kind
 REFUSED_EVERY_S = 10.0  # for requests without valid credentials: clients repeat them while they have the wrong token
 _NOT_LET_IN = (401, 403)
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedRequest:
+    """A request as the log names it, which came at `began_ns` (`time.perf_counter_ns`).
+
+    `client` gives the client's address, until the request is answered. `headers` are those that may name its trace, in
+    small letters.
+    """
+
+    method: str
+    path: str
+    began_ns: int
+    client: Callable[[], str | None]
+    request_id: str | None = None
+    headers: Iterable[tuple[bytes, bytes]] = ()
 
 
 class RequestLog:
@@ -49,29 +66,24 @@ class RequestLog:
 
     def note(
         self,
-        method: str,
-        path: str,
+        request: LoggedRequest,
         status: int,
-        began_ns: int,
         *,
-        request_id: str | None,
-        client: Callable[[], str | None],
+        said: str | None = None,
         error: BaseException | None = None,
         spent: Timings | None = None,
-        said: str | None = None,
-        headers: Iterable[tuple[bytes, bytes]] = (),
     ) -> None:
-        """Log a request that came at `began_ns` (`time.perf_counter_ns`), if it should be logged, and report its span.
+        """Log a request, if it should be logged, and report its span.
 
-        `status` is HTTP's, `said` the name of the status in the line if it has another one. `client` gives the
-        client's address, until the request is answered. `error` is why it failed, and `spent` where its time went.
-        `headers` are those that may name its trace, in small letters.
+        `status` is HTTP's, `said` the name of the status in the line if it has another one. `error` is why it failed,
+        and `spent` where its time went.
         """
+        method, path, request_id = request.method, request.path, request.request_id
         if self._traces is not None:
             name, attributes = _span_of(method, path, status, said)
             why = (message_of(error) if error is not None else str(said or status)) if status >= 500 else None
-            self._traces.request(headers, name, began_ns, attributes, spent, why)
-        ms = (time.perf_counter_ns() - began_ns) / 1e6
+            self._traces.request(request.headers, name, request.began_ns, attributes, spent, why)
+        ms = (time.perf_counter_ns() - request.began_ns) / 1e6
         failed, slow = status >= 500, 0 < self._slow_ms <= ms
         refused = status in _NOT_LET_IN or isinstance(error, RateLimited)
         level = logging.WARNING if failed or slow or refused else logging.INFO if self._all else logging.DEBUG
@@ -90,7 +102,7 @@ class RequestLog:
             "status": said or status,
             "ms": round(ms, 3),
             "id": None if request_id is None else one_line(request_id),
-            "client": client(),
+            "client": request.client(),
         }
         if spent is not None and slow:
             fields |= _spent_ms(spent)

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import nn
 
+from tierstore.arguments import check_name
 from tierstore.errors import InvalidInput, MissingExtra, SnapshotError
 from tierstore.torch.hashing import HashKeys
 from tierstore.torch.runs import ModuleRun, UsedFeature, epsilon_of
 from tierstore.torch.tables import Collection, collections_of, scoring
-from tierstore.types import check_name
 
 # Between scores of the module and of ONNX Runtime: of the range of an output, which is what a wrong row moves it in,
 # and of its largest, which is what rounding goes by.

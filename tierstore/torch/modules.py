@@ -22,12 +22,13 @@ import numpy as np
 import torch
 from torch import nn
 
+from tierstore.arguments import check_end
 from tierstore.errors import InvalidInput
 from tierstore.formats.managed_collisions import MCH, MCH_FREE, MCH_IDS
 from tierstore.torch import operators
 from tierstore.torch.hashing import HashKeys
 from tierstore.torch.tables import check_forward, check_mode, managed_collisions_of, padding_of, tables_of, unwrapped
-from tierstore.types import GpuArray, KeyType, check_end
+from tierstore.types import GpuArray, KeyType
 
 _DTYPES = ("float32", "float16")
 _IDS_TRIED = 64  # of a module with managed collisions

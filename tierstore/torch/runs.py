@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from tierstore.arguments import as_bags
 from tierstore.errors import InvalidInput
 from tierstore.torch.hashing import HashKeys
 from tierstore.torch.tables import (
@@ -27,7 +28,7 @@ from tierstore.torch.tables import (
     scoring,
     weight_rows,
 )
-from tierstore.types import KeyHash, KeyType, as_bags
+from tierstore.types import KeyHash, KeyType
 
 _DRAWN, _MOST_RUNS = 64, 16  # items with keys that the example did not name, and runs of the module for them
 _OF_ROWS = 1e-4  # between rows of a module and of its weight, of the largest

@@ -19,12 +19,12 @@ import numpy.typing as npt
 import torch
 from torch import distributed as dist
 
+from tierstore.arguments import check_name
 from tierstore.errors import Conflict, DeltaError, InvalidInput, NotFound, SequenceGap, TierstoreError, TooLarge
 from tierstore.formats import files
 from tierstore.formats.delta.writer import DeltaWriter
 from tierstore.formats.times import TimeLike
 from tierstore.torch.tables import BATCH_ROWS, managed_collisions_of
-from tierstore.types import check_name
 
 RowIds = npt.NDArray[np.int64]
 _ROWS_FILE = re.compile(r"([0-9]{1,19})\.rows\.npz")

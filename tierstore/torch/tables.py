@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from tierstore.arguments import check_name
 from tierstore.errors import InvalidInput
 from tierstore.formats.managed_collisions import kind_of
-from tierstore.types import check_name
 
 BATCH_ROWS = 1 << 16  # rows that are copied at a time
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # in paths; torch.compile's, activation checkpoints'

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 
 from tests.engine import scenes
-from tierstore.engine.deltas import apply
+from tierstore.engine.versions.version import Version
 from tierstore.errors import Conflict, Overloaded, TooLarge
 from tierstore.formats.delta.reader import Undecoded
 
@@ -78,13 +78,13 @@ def test_rows_that_are_gathered_and_encoded_are_reserved_as_well(store, tmp_path
     data = scenes.delta(1, {"item": (keys, scenes.vectors("item", 1, keys))})
     rows = 100_000 * 4 * scenes.DIM["item"]
     header, decoding, used = Undecoded(data).header, store.shared.decoding, []
-    encode = apply.encode_delta
+    encode = Version.encode
 
     def counted(*args, **options):
         used.append(decoding.used)
         return encode(*args, **options)
 
-    monkeypatch.setattr(apply, "encode_delta", counted)
+    monkeypatch.setattr(Version, "encode", counted)
     with (
         decoding.reserved(decoding.total - header.decoded_bytes - rows),
         pytest.raises(Overloaded, match="being decoded"),

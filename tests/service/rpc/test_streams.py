@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -29,8 +31,10 @@ INFER = b"/inference.GRPCInferenceService/ModelInfer"
 STREAM = b"/inference.GRPCInferenceService/ModelStreamInfer"
 LIVE = b"/inference.GRPCInferenceService/ServerLive"
 METADATA = b"/inference.GRPCInferenceService/ModelMetadata"
+LOAD = b"/inference.GRPCInferenceService/RepositoryModelLoad"
+PREDICT = b"/tensorflow.serving.PredictionService/Predict"
 CHECK, WATCH = b"/grpc.health.v1.Health/Check", b"/grpc.health.v1.Health/Watch"
-GRPC = (b"content-type", b"application/grpc")
+GRPC, GZIP = (b"content-type", b"application/grpc"), (b"grpc-encoding", b"gzip")
 DEADLINE_S = 30.0
 KEYS = np.arange(4)
 
@@ -156,12 +160,91 @@ def test_what_unfolds_is_bounded_and_reserved_before(service: Service) -> None:
         most.append(reserved)
 
     with pytest.raises(Exception, match="more than the 1048576 bytes"):
-        Messages(b"gzip", 1 << 20, reserve).only(body)
+        Messages(b"gzip", 1 << 20).first(body).decode(reserve)
     assert most[-1] <= 2 << 20
-    assert status(answered(service, INFER, body, (b"grpc-encoding", b"gzip")))[0] == "RESOURCE_EXHAUSTED"
+    assert status(answered(service, INFER, body, GZIP))[0] == "RESOURCE_EXHAUSTED"
     assert status(answered(service, INFER, body, (b"grpc-encoding", b"br")))[0] == "UNIMPLEMENTED"
     cut = b"\1" + (20).to_bytes(4, "big") + bomb[:20]
-    assert status(answered(service, INFER, cut, (b"grpc-encoding", b"gzip")))[0] == "INVALID_ARGUMENT"
+    assert status(answered(service, INFER, cut, GZIP))[0] == "INVALID_ARGUMENT"
+    assert service.inflight.used_bytes == 0
+
+
+def compressed(message: bytes) -> bytes:
+    """`message` as it is sent in gzip."""
+    packed = gzip.compress(message)
+    return b"\1" + len(packed).to_bytes(4, "big") + packed
+
+
+@pytest.mark.parametrize(
+    ("path", "message"), [(INFER, keys_message()), (STREAM, keys_message()), (METADATA, b""), (PREDICT, b"")]
+)
+def test_health_is_answered_while_a_thread_decodes_a_message(
+    service: Service, monkeypatch: pytest.MonkeyPatch, path: bytes, message: bytes
+) -> None:
+    begun, gate, decoder = threading.Event(), threading.Event(), zlib.decompressobj
+
+    def waiting(*args: Any) -> Any:
+        assert threading.current_thread() is not threading.main_thread(), "the event loop decodes it"
+        begun.set()
+        assert gate.wait(DEADLINE_S)
+        return decoder(*args)
+
+    async def run() -> list[Any]:
+        calls, slow, live = calls_of(service), SomeStream(path, [GRPC, GZIP]), SomeStream(LIVE, [GRPC])
+        calls.request(slow, compressed(message))
+        await until(begun.is_set)
+        calls.request(live, prefixed(b""))
+        assert status(live.sent)[0] == "OK"
+        assert len(slow.sent) == (path == STREAM), "only the headers of a stream"
+        gate.set()
+        await until(lambda: not calls.busy)
+        return slow.sent
+
+    monkeypatch.setattr(zlib, "decompressobj", waiting)
+    sent = asyncio.run(run())
+    if message:
+        kind = "inference.ModelStreamInferResponse" if path == STREAM else "inference.ModelInferResponse"
+        np.testing.assert_array_equal(rows_of(sent[1], kind), items(KEYS))
+    assert service.inflight.used_bytes == 0
+
+
+def test_health_decodes_no_more_than_takes_no_time(service: Service) -> None:
+    assert status(answered(service, LIVE, compressed(b""), GZIP))[0] == "OK"
+    for body in (compressed(bytes(1 << 20)), prefixed(bytes(1 << 20))):
+        assert status(answered(service, LIVE, body, GZIP))[0] == "RESOURCE_EXHAUSTED"
+
+
+def test_rates_count_the_bytes_of_a_compressed_message_as_it_came(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body, charged = compressed(keys_message(np.zeros(1000))), []
+    monkeypatch.setattr(service.rates, "admit", lambda _, model, nbytes: charged.append((model, nbytes)))
+    assert status(answered(service, INFER, body, GZIP))[0] == "OK"
+    assert charged == [(None, len(body) - 5), ("ctr", len(body) - 5)], "its caller, then its model"
+
+
+@pytest.mark.parametrize(("path", "message"), [(METADATA, b"\n\2xx"), (LOAD, b"\x12\2xx")])
+def test_the_message_of_a_call_that_waits_for_a_thread_counts(service: Service, path: bytes, message: bytes) -> None:
+    gate, packed = threading.Event(), compressed(message)
+
+    async def run() -> None:
+        calls, streams = calls_of(service), [SomeStream(path, [GRPC, GZIP]) for _ in range(3)]
+        pool = service.switch_pool if path == LOAD else service.admin_pool
+        busy = [pool.run(gate.wait, DEADLINE_S) for _ in range(pool.threads)]
+        calls.request(streams[0], prefixed(message))
+        calls.request(streams[1], packed)
+        held = service.inflight.used_bytes
+        assert held == len(message) + len(packed) - 5
+        service.inflight.hold(service.inflight.limit_bytes - held)
+        calls.request(streams[2], prefixed(message))
+        assert status(streams[2].sent)[0] == "RESOURCE_EXHAUSTED"
+        service.inflight.release(service.inflight.limit_bytes - held)
+        gate.set()
+        await asyncio.gather(*busy)
+        await until(lambda: not calls.busy)
+        assert {status(stream.sent)[0] for stream in streams[:2]} == {"NOT_FOUND"}
+
+    asyncio.run(run())
     assert service.inflight.used_bytes == 0
 
 

@@ -20,7 +20,7 @@ from tierstore.lookup import table_rows as kernel
 from tierstore.lookup.plans import TABLE
 from tierstore.lookup.table_rows import NOT_POOLED
 from tierstore.tiers.background import yield_if_background
-from tierstore.tiers.device.lookup import LookUp, Pooling, from_device, look_up_into
+from tierstore.tiers.device.lookup import LookUp, OtherTiers, Pooling, from_device, look_up_into
 from tierstore.types import GpuArray, Keys, Rows, States, Tier, Vectors
 
 DTYPES = np.dtype(np.float32), np.dtype(np.float16)  # of answers, by their codes
@@ -139,10 +139,8 @@ class TableView:
         cache = table.device
         if cache is None:
             return None
-        below = self._below_device
-        return look_up_into(
-            out, cache, keys, state, dtype, below, bags, table.host, self._addresses, padding, self.filters
-        )
+        tiers = OtherTiers(self._below_device, table.host, self._addresses, self.filters)
+        return look_up_into(dtype if out is None else out, cache, keys, state, tiers, bags, padding)
 
     def count_on_device(self, keys: Keys | GpuArray, state: States) -> int:
         """Count, and promote, what `on_device` has answered.

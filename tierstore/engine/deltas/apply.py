@@ -324,18 +324,7 @@ class DeltaPath:
     ) -> Overlay:
         """`colliding`: the colliding keys before this delta, if deltas that the view lacks come between."""
         with _naming_the_canary(view, served):
-            for_it = delta.base_version in (None, view.version)
-            version = view.open_version
-            before = view.colliding if colliding is None else colliding
-            info = version.info
-            return encode_delta(
-                delta,
-                version.specs,
-                before,
-                for_this_version=for_it,
-                own=info.own,
-                with_strings=info.strings_ids,
-            )
+            return view.open_version.encode(delta, view.colliding if colliding is None else colliding)
 
     def _brought(self, delta: Delta, view: View, served: Routing) -> Heads:
         with _naming_the_canary(view, served):

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from tierstore.engine.data.dense_head import DenseHead, Heads
-from tierstore.engine.data.overlay import Overlay, encode_delta, stack
+from tierstore.engine.data.overlay import Overlay, stack
 from tierstore.engine.deltas.dense_parts import DenseParts
 from tierstore.engine.deltas.log import DeltaLog
 from tierstore.engine.reads.view import View
@@ -60,9 +60,8 @@ def catch_up(
         hurry = stalls > 0  # or a thread that yields to requests never reaches the end of the log
         lacking = last - held
         with without_yielding(hurry):
-            merged, with_graphs = _gather(
-                version, deltas, held, last, FOLD_BYTES, lenient, undone or deltas.undone, version.colliding
-            )
+            view = View(version, (), version.watermark)
+            merged, with_graphs = _gather(view, deltas, last, FOLD_BYTES, undone or deltas.undone, lenient=lenient)
             yield_to_requests()
             _add_dense(merged, version, with_graphs, dense, deltas)
             version.fold(merged)
@@ -80,30 +79,22 @@ def unfolded(view: View, deltas: DeltaLog, dense: DenseParts, *, limit: int) -> 
     """
     if not missing(view, deltas):
         return None
-    version, last = view.open_version, deltas.last or 0
-    held = max(view.seq, deltas.start or 0)
-    merged, with_graphs = _gather(version, deltas, held, last, limit, True, deltas.undone, view.colliding)
+    last = deltas.last or 0
+    merged, with_graphs = _gather(view, deltas, last, limit, deltas.undone, lenient=True)
     if merged.hi < last:
         raise TooLarge(f"deltas {merged.lo} to {last} take more than {limit:,} bytes of memory")
-    _add_dense(merged, version, with_graphs, dense, deltas, serve=True)
+    _add_dense(merged, view.open_version, with_graphs, dense, deltas, serve=True)
     return merged
 
 
 def _gather(
-    version: Version,
-    deltas: DeltaLog,
-    held: int,
-    last: int,
-    limit: int,
-    lenient: bool,
-    undone: Undone,
-    colliding: Mapping[str, CollidingKeys],
+    view: View, deltas: DeltaLog, last: int, limit: int, undone: Undone, *, lenient: bool
 ) -> tuple[Overlay, list[Delta]]:
-    """The deltas above `held`, up to `last` or until they have `limit` bytes, as one overlay without dense parts;
-    and those of them that bring dense parts to the version.
+    """The deltas that a view lacks, up to `last` or until they have `limit` bytes, as one overlay without dense parts;
+    and those of them that bring dense parts to its version.
     """
     overlays: tuple[Overlay, ...] = ()
-    colliding = dict(colliding)
+    held, colliding = max(view.seq, deltas.start or 0), dict(view.colliding)
     with_graphs: list[Delta] = []
     while held < last and _bytes(overlays, with_graphs) < limit:
         held += 1
@@ -114,7 +105,7 @@ def _gather(
             continue
         yield_to_requests()
         delta = read_delta(deltas.read(held))
-        new = _overlay(version, delta, colliding, lenient)
+        new = _overlay(view.open_version, delta, colliding, lenient)
         colliding |= new.colliding
         if new.heads:
             with_graphs.append(replace(delta, tables={}))
@@ -168,16 +159,7 @@ def _add_dense(
 
 def _overlay(version: Version, delta: Delta, colliding: Mapping[str, CollidingKeys], lenient: bool) -> Overlay:
     try:
-        for_it = delta.base_version in (None, version.number)
-        info = version.info
-        return encode_delta(
-            delta,
-            version.specs,
-            colliding,
-            for_this_version=for_it,
-            own=info.own,
-            with_strings=info.strings_ids,
-        )
+        return version.encode(delta, colliding)
     except DeltaError:
         if not lenient:
             raise

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tierstore.arguments import check_share
 from tierstore.engine.serving.document import SavedRoutes, StateDocument, check_label
 from tierstore.engine.serving.order import ServingOrder
 from tierstore.engine.serving.undone import Undone
@@ -20,7 +21,6 @@ from tierstore.errors import Corruption, NotFound, StorageError
 from tierstore.formats import files
 from tierstore.formats.names import ModelDirectory, parse_version
 from tierstore.formats.release import of_another_release
-from tierstore.types import check_share
 
 log = logging.getLogger(__name__)
 

@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from tierstore.arguments import check_share
 from tierstore.engine.lifecycle.opening import Opener
 from tierstore.engine.lifecycle.rebuild import Rebuilder
 from tierstore.engine.lifecycle.routes import Routes
@@ -22,7 +23,7 @@ from tierstore.engine.serving.undone import Rollbacks, Undone
 from tierstore.engine.versions.info import VersionInfo
 from tierstore.errors import Conflict
 from tierstore.formats.names import MAX_ORDINAL
-from tierstore.types import ProgressFn, check_share
+from tierstore.types import ProgressFn
 
 
 class Switcher:

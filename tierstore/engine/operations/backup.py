@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from tierstore.arguments import whole_number
 from tierstore.engine.deltas.log import DeltaLog
 from tierstore.engine.model import Model
 from tierstore.engine.operations.low_priority import low_priority
@@ -32,7 +33,7 @@ from tierstore.formats.uploads import scratch_directory
 from tierstore.tiers.background import Pace
 from tierstore.tiers.disk.sealed import BASE
 from tierstore.tiers.disk.tier import DiskTier
-from tierstore.types import BackupReport, Progress, ProgressFn, whole_number
+from tierstore.types import BackupReport, Progress, ProgressFn
 
 log = logging.getLogger(__name__)
 

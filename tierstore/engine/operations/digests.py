@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from tierstore.arguments import number_or_none, whole_number
 from tierstore.engine.model import Model
 from tierstore.engine.operations.full_scan import FullScan, check_goes_on, full_scan
 from tierstore.engine.operations.low_priority import low_priority
@@ -25,7 +26,6 @@ from tierstore.formats.keys import partition_of
 from tierstore.formats.row_times import live_at
 from tierstore.kernels.digest import row_digests
 from tierstore.tiers.background import Pace
-from tierstore.types import number_or_none, whole_number
 
 MOST_BUCKETS = 65536  # of a table
 MOST_LISTED = 1 << 20  # rows of a table whose digests are listed

@@ -42,6 +42,7 @@ from tierstore.formats.snapshot.recorded_requests import ragged, read_request
 from tierstore.formats.snapshot.writer import SnapshotWriter, TableWriter
 from tierstore.formats.uploads import check_nothing_at, scratch_directory, upload_tree
 from tierstore.ingest.build import build_version
+from tierstore.ingest.load_plan import LoadWork
 from tierstore.kernels import codec
 from tierstore.tiers.background import Pace
 from tierstore.types import ExportReport, Keys, KeyType, Progress, ProgressFn, Rows, StorageDtype, TableSpec, Vectors
@@ -115,15 +116,9 @@ def _export_built(
     with scratch_directory(target.parent if isinstance(target, Path) else scratch, SCRATCH) as beside:
         report = _export(model, beside / "snapshot", options, scratch, progress, stops)
         out = target if isinstance(target, Path) else beside / "built"
-        build_version(
-            open_source(beside / "snapshot"),
-            out,
-            partitions=options.partitions or 1,
-            settings=shared.settings,
-            aside=True,
-            share=lambda: shared.throttle.share,
-            progress=checked,
-        )
+        settings, share = shared.settings, lambda: shared.throttle.share
+        work = LoadWork(settings.load_memory, settings.load_workers, aside=True, share=share, progress=checked)
+        build_version(open_source(beside / "snapshot"), out, options.partitions or 1, work, settings.string_keys_size)
         if isinstance(target, str):
             upload_tree(out, target, BUILT_MANIFEST)
     log.info("model %s: version %d is built in %s", model.name, report.version, target)

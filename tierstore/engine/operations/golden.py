@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tierstore.arguments import keys_and_bags
 from tierstore.engine.data.cascade import LookupCounts
 from tierstore.engine.model import Model
 from tierstore.engine.reads.predict import feature_rows
@@ -38,7 +39,7 @@ from tierstore.formats.names import GOLDEN_INDEX
 from tierstore.formats.snapshot.golden import ATOL, GoldenEntry, GoldenExample, GoldenIndex, read_example
 from tierstore.status import golden_text
 from tierstore.tiers.background import Pace, in_background, yield_to_requests
-from tierstore.types import Progress, ProgressFn, keys_and_bags
+from tierstore.types import Progress, ProgressFn
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,9 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 from tierstore.engine.lifecycle.state import Shared
 from tierstore.engine.model import Model
@@ -25,6 +27,7 @@ from tierstore.formats.snapshot.golden import read_example
 from tierstore.formats.snapshot.reader import Snapshot
 from tierstore.formats.snapshot.recorded_requests import read_request
 from tierstore.ingest.bulkload import BulkLoad, can_go_on
+from tierstore.ingest.load_plan import FileSpec, LoadWork
 from tierstore.ingest.results import BaseBuild
 from tierstore.ingest.side_files import copy_side_files
 from tierstore.predict.binding import Bindings
@@ -38,7 +41,6 @@ log = logging.getLogger(__name__)
 def load(
     model: Model,
     snapshot: Snapshot,
-    shared: Shared,
     target: LoadTarget,
     *,
     activate: bool,
@@ -50,8 +52,8 @@ def load(
 
     With `aside` it leaves half of the processors to what serves.
     """
-    manifest = snapshot.manifest
-    number = manifest.version
+    manifest, shared = snapshot.manifest, model.state.shared
+    number, settings = manifest.version, shared.settings
 
     def may_go_on() -> None:
         if cancelled is not None and cancelled.is_set():
@@ -73,7 +75,11 @@ def load(
         if not here:
             where = model.catalogue.where(number)
             target.claim(snapshot, identity)
-            building = partial(_built, model, shared, target, where, number, aside=aside, cancelled=cancelled)
+            work = LoadWork(
+                settings.load_memory, settings.load_workers, aside, lambda: shared.throttle.share,
+                keep=settings.load_retention_s > 0, cancelled=cancelled,
+            )  # fmt: skip
+            building = partial(_built, where.build, FileSpec(target.base, keep_times=target.keep_times), work)
             try:
                 here = _bring(model, snapshot, identity, target, where, building, report)
             except BaseException as error:
@@ -116,39 +122,21 @@ def _bring(
 
 @contextlib.contextmanager
 def _built(
-    model: Model,
-    shared: Shared,
-    target: LoadTarget,
-    where: VersionDirectory,
-    number: int,
+    out_dir: Path,
+    spec: FileSpec,
+    work: LoadWork,
     snapshot: Snapshot,
     own: Partitions | None,
     *,
-    aside: bool,
-    cancelled: threading.Event | None,
     progress: ProgressFn,
     began_s: int | None = None,
 ) -> Iterator[tuple[BulkLoad, BaseBuild]]:
     """`Building`: the base's files, made in helper processes."""
-    settings = shared.settings
-    with BulkLoad(
-        snapshot,
-        where.build,
-        memory_bytes=settings.load_memory,
-        workers=settings.load_workers,
-        base=target.base,
-        aside=aside,
-        keep=settings.load_retention_s > 0,
-        share=lambda: shared.throttle.share,
-        own=own,
-        began_s=began_s,
-        keep_times=target.keep_times,
-        progress=progress,
-        cancelled=cancelled,
-    ) as bulk:
-        build = bulk.build()
+    spec, work = replace(spec, own=own, began_s=began_s), replace(work, progress=progress)
+    with BulkLoad(snapshot, out_dir, spec, work) as bulk:
+        build, of = bulk.build(), snapshot.manifest
         if any(build.kept_rows.values()):
-            log.info("model %s: version %d goes on: rows not done again: %s", model.name, number, build.kept_rows)
+            log.info("model %s: version %d goes on: rows not done again: %s", of.model, of.version, build.kept_rows)
         yield bulk, build
 
 

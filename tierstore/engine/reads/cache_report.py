@@ -9,11 +9,12 @@ import contextlib
 from itertools import pairwise
 from typing import Any
 
+from tierstore.arguments import whole_number
 from tierstore.engine.reads.view import View
 from tierstore.engine.versions.kept_strings import find_strings
 from tierstore.errors import NotFound, StorageError
 from tierstore.formats.colliding import NONE
-from tierstore.types import KeyType, Tier, whole_number
+from tierstore.types import KeyType, Tier
 
 MOST_HOTTEST = 1000
 

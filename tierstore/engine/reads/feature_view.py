@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tierstore.arguments import weights_of
 from tierstore.engine.data.table_view import DTYPES, TableView
 from tierstore.errors import InvalidInput
 from tierstore.formats.colliding import CollidingKeys
@@ -16,7 +17,7 @@ from tierstore.formats.trainer_hash import RowNumbers
 from tierstore.kernels.codec import all_finite
 from tierstore.kernels.pool import check_offsets
 from tierstore.tiers.device.lookup import Pooling
-from tierstore.types import Combiner, FeatureSpec, GpuArray, Keys, KeysLike, TrainerHash, Vectors, weights_of
+from tierstore.types import Combiner, FeatureSpec, GpuArray, Keys, KeysLike, TrainerHash, Vectors
 
 _CODES = {str(dtype): code for code, dtype in enumerate(DTYPES)}
 _COMBINERS = {combiner.value: combiner for combiner in Combiner}

@@ -14,13 +14,14 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from tierstore.arguments import by_name, keys_and_bags
 from tierstore.engine.reads.device import DeviceLookup, finish_all
 from tierstore.engine.reads.gather import Gathering
 from tierstore.errors import InvalidInput
 from tierstore.predict.binding import Bindings
 from tierstore.predict.session import DenseSession
 from tierstore.predict.signature import BYTES, Shape, Tensor
-from tierstore.types import FeatureSpec, by_name, keys_and_bags
+from tierstore.types import FeatureSpec
 
 Array = npt.NDArray[Any]
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from tierstore.arguments import keys_and_bags, names_of
 from tierstore.engine.data.dense_head import DenseHead, Heads, passed_over_after, with_brought
 from tierstore.engine.data.overlay import Overlay
 from tierstore.engine.data.table_view import TableView
@@ -30,7 +31,7 @@ from tierstore.predict.runtime import INSTALL
 from tierstore.predict.session import DenseSession
 from tierstore.tiers.device.backend import is_gpu_array
 from tierstore.tiers.device.gpu import Gpu
-from tierstore.types import FeatureSpec, GpuArray, KeysLike, TableSpec, Vectors, keys_and_bags, names_of
+from tierstore.types import FeatureSpec, GpuArray, KeysLike, TableSpec, Vectors
 
 _MOST_GATHERINGS = 64  # for one view
 _NO_HEAD = DenseHead()

@@ -25,6 +25,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from tierstore.arguments import check_name, check_share
 from tierstore.engine.serving.order import Serving, ServingOrder
 from tierstore.engine.serving.routing import CANARY, STABLE, Routing
 from tierstore.engine.serving.undone import Undone, ordinal
@@ -32,7 +33,6 @@ from tierstore.errors import Corruption, InvalidInput
 from tierstore.formats import files
 from tierstore.formats.names import ModelDirectory
 from tierstore.formats.release import of_another_release
-from tierstore.types import check_name, check_share
 
 FORMAT = 1
 

@@ -16,13 +16,14 @@ import numpy as np
 from tierstore.engine.data.budget import MemoryUser
 from tierstore.engine.data.cascade import Cascade, LookupCounts
 from tierstore.engine.data.dense_head import Heads, with_brought
-from tierstore.engine.data.overlay import Overlay
+from tierstore.engine.data.overlay import Overlay, encode_delta
 from tierstore.engine.versions.host_tables import HostTables
 from tierstore.engine.versions.hot_keys import distinct_keys, load_keys, save_keys
 from tierstore.engine.versions.info import VersionInfo
 from tierstore.engine.versions.rows import VersionRows
 from tierstore.errors import Closed
 from tierstore.formats.colliding import CollidingKeys
+from tierstore.formats.delta.reader import Delta
 from tierstore.tiers.background import yield_to_requests
 from tierstore.tiers.device.gpu import Gpu
 from tierstore.tiers.disk.tier import DiskTier
@@ -69,6 +70,12 @@ class Version:
     def colliding(self) -> Mapping[str, CollidingKeys]:
         """The colliding keys as of the watermark, by table, if there are some."""
         return self.info.colliding
+
+    def encode(self, delta: Delta, colliding: Mapping[str, CollidingKeys]) -> Overlay:
+        """A delta as an overlay of this version, see `encode_delta`; `colliding` are its colliding keys before it."""
+        for_it, info = delta.base_version in (None, self.number), self.info
+        strings = info.strings_ids
+        return encode_delta(delta, self.specs, colliding, for_this_version=for_it, own=info.own, with_strings=strings)
 
     # host tier
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from tierstore.arguments import check_name
 from tierstore.errors import DeltaError
 from tierstore.formats.names import MAX_ORDINAL
 from tierstore.formats.times import parse_time
-from tierstore.types import check_name
 
 _DECIMAL = re.compile(r"[0-9]{1,19}")
 

@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import xxhash
 
+from tierstore.arguments import check_name
 from tierstore.errors import DeltaError, InvalidInput, StorageError
 from tierstore.formats.columns import (
     KEY,
@@ -40,7 +41,7 @@ from tierstore.formats.regular import read_regular
 from tierstore.formats.strings import validate
 from tierstore.kernels.codec import all_finite
 from tierstore.kernels.overlay_index import dedup_last
-from tierstore.types import Keys, KeyType, Vectors, check_name
+from tierstore.types import Keys, KeyType, Vectors
 
 ONNX = "onnx"
 MAX_DECODED_BYTES = 1 << 30

@@ -13,6 +13,7 @@ from typing import IO, Any
 import numpy as np
 import pyarrow as pa
 
+from tierstore.arguments import check_name, number_or_none, whole_number
 from tierstore.errors import DeltaError, InvalidInput
 from tierstore.formats.columns import KEY, MAX_DIM, VECTOR, as_vectors, first_not_finite
 from tierstore.formats.files import publish
@@ -22,7 +23,7 @@ from tierstore.formats.normalize import guessed_key_type, vector_rows
 from tierstore.formats.onnx_file import read_dense
 from tierstore.formats.strings import as_arrow_strings
 from tierstore.formats.times import TimeLike, as_utc, format_time
-from tierstore.types import KeyType, Vectors, check_name, number_or_none, whole_number
+from tierstore.types import KeyType, Vectors
 
 _ARROW_KEYS = {KeyType.INT64: pa.int64(), KeyType.UINT64: pa.uint64(), KeyType.STRING: pa.large_string()}
 

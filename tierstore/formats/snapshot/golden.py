@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal
 import numpy.typing as npt
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
+from tierstore.arguments import by_name, check_name
 from tierstore.errors import SnapshotError, shown
 from tierstore.formats import files
 from tierstore.formats.names import GOLDEN_INDEX, REQUEST_SUFFIX
@@ -25,7 +26,6 @@ from tierstore.formats.objects import Location
 from tierstore.formats.regular import MAX_DOCUMENT_BYTES, read_regular
 from tierstore.formats.snapshot.manifest import MAX_REQUESTS, check_path
 from tierstore.formats.snapshot.recorded_requests import ragged, read_request, request_arrays, write_arrays
-from tierstore.types import by_name, check_name
 
 MAX_BYTES = 256 << 20  # of all examples of a snapshot
 RTOL = 1e-3

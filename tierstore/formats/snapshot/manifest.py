@@ -28,6 +28,7 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails
 
+from tierstore.arguments import check_name
 from tierstore.errors import SnapshotError, StorageError, shown
 from tierstore.formats.columns import KEY, MAX_DIM, VECTOR
 from tierstore.formats.files import publish_json
@@ -37,17 +38,7 @@ from tierstore.formats.regular import MAX_DOCUMENT_BYTES, read_regular
 from tierstore.formats.row_times import MAX_TTL_S, ttl_seconds
 from tierstore.formats.times import format_time, parse_time
 from tierstore.formats.trainer_hash import FUNCTIONS
-from tierstore.types import (
-    MOST_HEADS,
-    Combiner,
-    FeatureSpec,
-    KeyHash,
-    KeyType,
-    StorageDtype,
-    TableSpec,
-    TrainerHash,
-    check_name,
-)
+from tierstore.types import MOST_HEADS, Combiner, FeatureSpec, KeyHash, KeyType, StorageDtype, TableSpec, TrainerHash
 
 MAX_ROWS = 1 << 62
 MAX_REQUESTS = 1000  # to warm the dense part with

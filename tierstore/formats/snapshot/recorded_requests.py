@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tierstore.arguments import as_bags
 from tierstore.errors import SnapshotError, StorageError
 from tierstore.formats import files
 from tierstore.formats.objects import Location
 from tierstore.formats.regular import open_regular
-from tierstore.types import as_bags
 
 MAX_REQUEST_BYTES = 64 << 20  # of the arrays of one
 _PARTS = ("offsets", "weights")  # of a ragged value, in this order after its keys

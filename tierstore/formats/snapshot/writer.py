@@ -16,6 +16,7 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 
+from tierstore.arguments import check_name
 from tierstore.errors import InvalidInput, SnapshotError, shown
 from tierstore.formats import files
 from tierstore.formats.columns import as_vectors, first_not_finite
@@ -49,7 +50,7 @@ from tierstore.formats.snapshot.shard_writers import ArrowShard, HugeCtrShard, S
 from tierstore.formats.strings import as_arrow_strings
 from tierstore.formats.times import TimeLike, as_utc
 from tierstore.formats.uploads import Uploads, scratch_directory
-from tierstore.types import Combiner, KeyType, StorageDtype, check_name
+from tierstore.types import Combiner, KeyType, StorageDtype
 
 ShardFormat = Literal["arrow", "parquet", "safetensors", "npz", "hugectr"]
 _FORMATS = {"arrow": ".arrow", "parquet": ".parquet", "safetensors": ".safetensors", "npz": ".npz", "hugectr": ""}

@@ -39,7 +39,7 @@ from tierstore.service.http.messages import (
     error_response,
     principal_of,
 )
-from tierstore.service.request_log import RequestLog, one_line
+from tierstore.service.request_log import LoggedRequest, RequestLog, one_line
 
 _ADMIN_PATHS = "/admin/"
 _HEALTH = ("/v2/health/live", "/v2/health/ready")
@@ -192,17 +192,11 @@ class RequestLogging:
     def _note(self, scope: Scope, response: Response | None, began_ns: int, request_id: bytes | None) -> None:
         if response is None or (response.status < 400 and not self._log.of_successes):
             return
-        self._log.note(
-            scope["method"],
-            scope["path"],
-            response.status,
-            began_ns,
-            request_id=None if request_id is None else request_id.decode("latin-1"),
-            client=lambda: _client_of(scope, self._proxies),
-            error=scope.get(ERROR),
-            spent=scope.get(SPENT),
-            headers=scope["headers"],
+        text = None if request_id is None else request_id.decode("latin-1")
+        request = LoggedRequest(
+            scope["method"], scope["path"], began_ns, lambda: _client_of(scope, self._proxies), text, scope["headers"]
         )
+        self._log.note(request, response.status, error=scope.get(ERROR), spent=scope.get(SPENT))
 
 
 def _id_of(scope: Scope) -> bytes | None:

@@ -11,6 +11,7 @@ from typing import Any
 import orjson
 
 from tierstore.access.rules import is_listed
+from tierstore.arguments import as_version
 from tierstore.errors import InvalidInput, NotFound, shown
 from tierstore.service.context import PlanIndex, Service
 from tierstore.service.dataplane.inference import AnyRequest, Inference
@@ -45,7 +46,6 @@ from tierstore.service.protocols.oip.json_request import (
 from tierstore.service.protocols.oip.json_response import ResponseBody, ResponseLayout
 from tierstore.service.protocols.oip.shared_memory import CudaRegions
 from tierstore.service.reactor.plan_sources import HttpPlanSource
-from tierstore.types import as_version
 
 _BINARY = b"application/octet-stream"
 

@@ -245,8 +245,7 @@ class ByteBudget:
             if self.used_bytes + nbytes > self.limit_bytes:
                 self.rejected += 1
                 raise Overloaded(
-                    f"requests in progress hold {self.used_bytes} of {self.limit_bytes} bytes ({self.name}); try "
-                    "again in a second"
+                    f"{self.name} in progress hold {self.used_bytes} of {self.limit_bytes} bytes; try again in a second"
                 )
             self._used += nbytes
             self._ours[...] = self._used

@@ -38,7 +38,7 @@ from tierstore.service.limits.worker_pool import WorkerPool
 from tierstore.service.reactor.cold_reads import ColdReaders, free
 from tierstore.service.reactor.reply import Pipes, Reply, split_head
 from tierstore.service.reactor.scorings import Scoring
-from tierstore.service.request_log import RequestLog
+from tierstore.service.request_log import LoggedRequest, RequestLog
 from tierstore.service.stats import BatchStats, InferenceStats, RequestTimes, Timings
 from tierstore.wire.http1.head import MOST_HEAD_BYTES
 
@@ -284,10 +284,10 @@ class Predictions:
             headers, peer = self._sender(job.words)
         service, (method, path, said) = self._service, job.scoring.logged
         request_id = next((value.decode("latin-1") for name, value in headers if name == _REQUEST_ID), None)
-        service.request_log.note(
-            method, path, 200, job.words["arrived_ns"], request_id=request_id,
-            client=lambda: service.proxies.client(peer, headers), spent=spent, said=said,
-        )  # fmt: skip
+        request = LoggedRequest(
+            method, path, job.words["arrived_ns"], lambda: service.proxies.client(peer, headers), request_id
+        )
+        service.request_log.note(request, 200, said=said, spent=spent)
 
     def _sender(self, words: Words) -> tuple[list[tuple[bytes, bytes]], tuple[str, int] | None]:
         """(headers, address and port) of a request that is not answered yet."""

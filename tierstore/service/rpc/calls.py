@@ -27,7 +27,7 @@ from tierstore.service.reactor.streams import Stream, most_message
 from tierstore.service.rpc.caller import RpcCaller, acting_for, sent_back
 from tierstore.service.rpc.flow import HEADERS, Flow
 from tierstore.service.rpc.health import MAX_WATCHERS, Health
-from tierstore.service.rpc.messages import ENDS, IDLE, Messages, prefix_of, status_alone
+from tierstore.service.rpc.messages import ENDS, IDLE, Messages, WireMessage, prefix_of, status_alone
 from tierstore.service.rpc.methods import Accounts, Method, Servicer, look_up
 from tierstore.service.rpc.oip import InferenceService
 from tierstore.service.rpc.reflection import reflection_of
@@ -225,7 +225,7 @@ class _Call:
 
     def begin(self, body: bytes) -> None:
         service, method, stream = self._calls.service, self._method, self._stream
-        holding = Reservation(service.inflight)  # what is decoded, until the look-up reserves it
+        holding = Reservation(service.inflight)  # of a method that is no look-up, until it is answered
         try:
             caller = self._caller = RpcCaller(stream, service.proxies)
             self._calls.authorise(method, stream, caller)
@@ -235,56 +235,47 @@ class _Call:
                 )
             if stream.error is None:
                 service.shed.check(caller.waiting)
-            message = Messages(caller.coding, self._calls.most_message, holding.reserve).only(body)
+            message = Messages(caller.coding, self._calls.most_message).first(body)
             if message is None:
                 raise Unserved(_NO_MESSAGE)
             if method.receive is not None:
-                holding.release()
-                look_up(service, method.receive, message, caller, self._looked_up, failed=stream.error)
+                look_up(service, method.receive, message, caller, self._done, failed=stream.error)
             elif method.pool is not None:
-                method.pool.start(self._ran, self._run, message, caller, caller=caller.waiting)
-            else:
-                self._ran(self._run(message, caller), None)
-        except Exception as error:  # noqa: BLE001 - the last place where an error can still be answered
-            self.fail(error)
-        finally:
-            holding.release()
+                holding.reserve(len(message))
 
-    def _run(self, message: bytes, caller: RpcCaller) -> bytes:
+                def done(answer: bytes | None, error: BaseException | None) -> None:
+                    self._done(answer, error, None, holding)
+
+                method.pool.start(done, self._run, message, caller, holding, caller=caller.waiting)
+            else:
+                self._done(self._run(message, caller, holding), None, None, holding)
+        except Exception as error:  # noqa: BLE001 - the last place where an error can still be answered
+            self._done(None, error, None, holding)
+
+    def _run(self, message: WireMessage, caller: RpcCaller, holding: Reservation) -> bytes:
         """Run a method other than a look-up, on its thread."""
         self._calls.service.shed.check(caller.waiting)
-        assert self._method.run is not None
+        method = self._method
+        assert method.run is not None
         with acting_for(caller):
-            return self._method.run(message, caller)
+            return method.run(message.short() if method.pool is None else message.decode(holding.reserve), caller)
 
-    def _ran(self, answer: bytes | None, error: BaseException | None) -> None:
-        if error is not None:
-            self.fail(error)
-        else:
-            assert answer is not None
-            self._answer(answer, None, None)
-
-    def _looked_up(
+    def _done(
         self, answer: bytes | None, error: BaseException | None, spent: Timings | None, holding: Reservation
     ) -> None:
+        """Send the answer or the error; `holding` is held until it is sent. Any thread."""
         if error is not None:
             holding.release()
             self.fail(error)
+        elif not self._calls.claim(self):
+            holding.release()
         else:
+            caller = self._caller
             assert answer is not None
-            self._answer(answer, spent, holding)
-
-    def _answer(self, answer: bytes, spent: Timings | None, holding: Reservation | None) -> None:
-        release = None if holding is None else holding.release
-        if not self._calls.claim(self):
-            if release is not None:
-                release()
-            return
-        caller = self._caller
-        assert caller is not None
-        self._method.accounts.answered(caller, spent)
-        trailers = [(b"grpc-status", b"0"), *sent_back(caller.request_id)]
-        self._stream.respond(200, HEADERS, [prefix_of(answer), answer], trailers, release)
+            assert caller is not None
+            self._method.accounts.answered(caller, spent)
+            trailers = [(b"grpc-status", b"0"), *sent_back(caller.request_id)]
+            self._stream.respond(200, HEADERS, [prefix_of(answer), answer], trailers, holding.release)
 
     def fail(self, error: BaseException) -> None:
         """Answer with the status of an error. Any thread."""

@@ -49,7 +49,7 @@ class Flow:
         if calls.closing:
             raise Closed(ENDS)
         self._holding = Reservation(calls.service.inflight)
-        self._messages = Messages(caller.coding, calls.most_message, self._holding.reserve)
+        self._messages = Messages(caller.coding, calls.most_message)
         calls.make_room()
         self._loop = asyncio.get_running_loop()
         self.since = self._loop.time()  # when it became idle

@@ -12,7 +12,7 @@ from typing import Any
 
 from tierstore.errors import NotFound, Overloaded
 from tierstore.service.rpc.caller import RpcCaller
-from tierstore.service.rpc.messages import ENDS
+from tierstore.service.rpc.messages import ENDS, WireMessage
 from tierstore.service.rpc.methods import STANDARD, MessageStream, Servicer, by_message, parse_message
 from tierstore.service.rpc.protobuf import message_class
 
@@ -67,8 +67,8 @@ class Health:
         for watcher in list(self._watchers):
             watcher.flow.finish("UNAVAILABLE", ENDS)
 
-    def _watch(self, message: bytes, flow: MessageStream) -> None:
-        watcher = _Watcher(flow, parse_message(Request, message).service)
+    def _watch(self, message: WireMessage, flow: MessageStream) -> None:
+        watcher = _Watcher(flow, parse_message(Request, message.short()).service)
         if len(self._watchers) >= MAX_WATCHERS:
             self._make_room(watcher.host)
         self._watchers[watcher] = None

@@ -1,7 +1,7 @@
 """gRPC messages on an HTTP/2 stream: their prefix, their coding, a call's deadline, and its status in trailers.
 
-Source: gRPC over HTTP/2 (https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md). Pure functions, and
-`Messages`, which belongs to one stream.
+Source: gRPC over HTTP/2 (https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md). Pure functions, `Messages`,
+which belongs to one stream, and `WireMessage`, which one thread decodes.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ MOST_DETAILS = 2048  # bytes of a status' text; up to three times as many once e
 ACCEPTED = (b"grpc-accept-encoding", b"identity,deflate,gzip")
 _CODINGS = {b"gzip": 31, b"deflate": 15}  # with zlib's wbits
 _STEP_BYTES = 256 << 10  # decoded at a time
+MOST_SHORT = _STEP_BYTES  # the most bytes of a message that the event loop itself reads
 
 
 def prefixed(message: bytes) -> bytes:
@@ -69,18 +70,70 @@ _TOO_LONG = Overloaded(WAITS_TOO_LONG)
 REFUSAL = encode_head(200, status_alone(grpc_status(_TOO_LONG), message_of(_TOO_LONG)))  # by a reactor, of a prediction
 
 
-class Messages:
-    """Messages taken from the data of one stream. `limit` is the most bytes of one, as it arrives and decoded.
+class WireMessage:
+    """A message as it came. It is compressed until `decode`, which takes time: the thread that answers calls it."""
 
-    `reserve` is called with bytes before they are decoded. One thread.
+    __slots__ = ("_coding", "_data", "_most")
+
+    def __init__(self, data: bytes, coding: bytes | None = None, limit: int = 0) -> None:
+        """`coding`: how it is compressed, or None. `limit`: the most bytes that it may decode to."""
+        self._data, self._coding = data, coding
+        self._most = limit, "are allowed (max_request)"
+
+    def __len__(self) -> int:
+        """The number of bytes that it takes now."""
+        return len(self._data)
+
+    @property
+    def plain(self) -> bytes:
+        """The bytes; none as long as they are compressed."""
+        return b"" if self._coding is not None else self._data
+
+    def decode(self, reserve: Callable[[int], None]) -> bytes:
+        """Return the bytes, decoded if need be. `reserve` is called with bytes before they are decoded.
+
+        MessageTooLarge, InvalidInput for malformed bytes.
+        """
+        if self._coding is not None:
+            self._data, self._coding = self._decoded(self._coding, reserve), None
+        return self._data
+
+    def short(self) -> bytes:
+        """Return the bytes, for a method that answers on the event loop. MessageTooLarge above MOST_SHORT."""
+        self._most = MOST_SHORT, "this method takes"
+        if len(self.decode(lambda nbytes: None)) > MOST_SHORT:
+            raise MessageTooLarge(f"a message of {len(self._data)} bytes, this method takes {MOST_SHORT}")
+        return self._data
+
+    def _decoded(self, coding: bytes, reserve: Callable[[int], None]) -> bytes:
+        name, message, (limit, why) = coding.decode(), self._data, self._most
+        stream, pieces, size = zlib.decompressobj(_CODINGS[coding]), [], 0
+        try:
+            while not stream.eof:
+                reserve(_STEP_BYTES)
+                pieces.append(stream.decompress(message, _STEP_BYTES))
+                message = stream.unconsumed_tail
+                size += len(pieces[-1])
+                if size > limit:
+                    raise MessageTooLarge(f"a message decodes to more than the {limit} bytes that {why}")
+                if not pieces[-1] and not message and not stream.eof:
+                    raise InvalidInput(f"a message in {name} is cut short")
+        except zlib.error as error:
+            raise InvalidInput(f"a message is not valid {name}: {error}") from error
+        return b"".join(pieces)
+
+
+class Messages:
+    """Messages taken from the data of one stream. `limit` is the most bytes of one, as it arrives and decoded. One
+    thread.
     """
 
-    def __init__(self, coding: bytes | None, limit: int, reserve: Callable[[int], None]) -> None:
+    def __init__(self, coding: bytes | None, limit: int) -> None:
         """`coding` is the value of `grpc-encoding`. Unserved for an unknown one."""
         self._coding = None if coding in (None, b"identity") else coding
         if self._coding is not None and self._coding not in _CODINGS:
             raise Unserved(f"grpc-encoding {self._coding[:40].decode('latin-1')!r} is not known; use gzip or deflate")
-        self._limit, self._reserve = limit, reserve
+        self._limit = limit
         self._data = bytearray()
 
     def __len__(self) -> int:
@@ -96,21 +149,15 @@ class Messages:
         data = self._data
         return len(data) >= PREFIX_BYTES and len(data) >= PREFIX_BYTES + _size_of(data)
 
-    def next(self) -> bytes | None:
+    def next(self) -> WireMessage | None:
         """The next message; None: it has not come yet. MessageTooLarge, InvalidInput for malformed bytes."""
         message = self.first(self._data)
         if message is not None:
-            del self._data[: PREFIX_BYTES + _size_of(self._data)]
-            return self._plain(*message)
-        return None
+            del self._data[: PREFIX_BYTES + len(message)]
+        return message
 
-    def only(self, body: bytes) -> bytes | None:
-        """The first message of a whole body; None: it has none."""
-        message = self.first(body)
-        return None if message is None else self._plain(*message)
-
-    def first(self, data: bytes | bytearray) -> tuple[int, bytes] | None:
-        """(whether it is compressed, its bytes) of the message that begins `data`; None: it is incomplete."""
+    def first(self, data: bytes | bytearray) -> WireMessage | None:
+        """The message that begins `data`; None: it is incomplete. Errors as of `next`."""
         if len(data) < PREFIX_BYTES:
             return None
         size = _size_of(data)
@@ -118,30 +165,12 @@ class Messages:
             raise MessageTooLarge(f"a message of {size} bytes, {self._limit} are allowed (max_request)")
         if len(data) < PREFIX_BYTES + size:
             return None
-        with memoryview(data) as view:
-            return data[0], bytes(view[PREFIX_BYTES : PREFIX_BYTES + size])
-
-    def _plain(self, compressed: int, message: bytes) -> bytes:
-        if not compressed:
-            return message
-        if compressed > 1 or self._coding is None:
+        compressed = data[0]
+        if compressed > 1 or (compressed and self._coding is None):
             raise InvalidInput("a message is marked as compressed, and no grpc-encoding says how")
-        stream, pieces, size = zlib.decompressobj(_CODINGS[self._coding]), [], 0
-        try:
-            while not stream.eof:
-                self._reserve(_STEP_BYTES)
-                pieces.append(stream.decompress(message, _STEP_BYTES))
-                message = stream.unconsumed_tail
-                size += len(pieces[-1])
-                if size > self._limit:
-                    raise MessageTooLarge(
-                        f"a message decodes to more than the {self._limit} bytes that are allowed (max_request)"
-                    )
-                if not pieces[-1] and not message and not stream.eof:
-                    raise InvalidInput(f"a message in {self._coding.decode()} is cut short")
-        except zlib.error as error:
-            raise InvalidInput(f"a message is not valid {self._coding.decode()}: {error}") from error
-        return b"".join(pieces)
+        with memoryview(data) as view:
+            message = bytes(view[PREFIX_BYTES : PREFIX_BYTES + size])
+        return WireMessage(message, self._coding if compressed else None, self._limit)
 
 
 def _size_of(data: bytes | bytearray) -> int:

@@ -1,7 +1,8 @@
 """The methods of gRPC services, by how calls handle them: look-ups, other methods by their threads, streams.
 
 Methods get and return serialized messages, because protobuf would be too slow for the large messages of a look-up;
-`by_message` is for the others. An error of a method becomes the call's status.
+`by_message` is for the others. Look-ups and streams get them as they came (`WireMessage`). An error of a method becomes
+the call's status.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from tierstore.service.error_status import Cancelled, grpc_outcome, grpc_status,
 from tierstore.service.exchange import Exchange, Message
 from tierstore.service.limits.shedding import Gone
 from tierstore.service.limits.worker_pool import Reservation, WorkerPool
+from tierstore.service.request_log import LoggedRequest
 from tierstore.service.rpc.caller import RpcCaller
+from tierstore.service.rpc.messages import WireMessage
 from tierstore.service.stats import Timings
 
 STANDARD = "grpc"  # the protocol label of gRPC's own services
@@ -49,8 +52,8 @@ class MessageStream(Protocol):
 
 
 Unary: TypeAlias = Callable[[bytes, RpcCaller], bytes]
-Receive: TypeAlias = Callable[[bytes, RpcCaller, Reservation], Message[bytes]]  # of a look-up
-Streamed: TypeAlias = Callable[[bytes, MessageStream], None]  # of one message of a stream, on the event loop
+Receive: TypeAlias = Callable[[WireMessage, RpcCaller, Reservation], Message[bytes]]  # of a look-up
+Streamed: TypeAlias = Callable[[WireMessage, MessageStream], None]  # of one message of a stream, on the event loop
 # Called, on any thread, with the answer to a look-up or its error; where its time went; what it holds until the answer
 # was sent.
 LookedUp: TypeAlias = Callable[[bytes | None, BaseException | None, Timings | None, Reservation], None]
@@ -102,7 +105,7 @@ def by_message(kind: Any, method: Callable[[Any, RpcCaller], Any]) -> Unary:
 def look_up(
     service: Service,
     receive: Receive,
-    message: bytes,
+    message: WireMessage,
     caller: RpcCaller,
     done: LookedUp,
     failed: BaseException | None = None,
@@ -158,5 +161,6 @@ class Accounts:
         return code, message_of(error)
 
     def _note(self, caller: RpcCaller, status: int, said: str, **more: Any) -> None:
-        whose: dict[str, Any] = {"request_id": caller.request_id, "client": caller.address, "headers": caller.headers}
-        self._log.note("gRPC", self._path, status, caller.waiting.arrived_ns, said=said, **whose, **more)
+        arrived_ns = caller.waiting.arrived_ns
+        request = LoggedRequest("gRPC", self._path, arrived_ns, caller.address, caller.request_id, caller.headers)
+        self._log.note(request, status, said=said, **more)

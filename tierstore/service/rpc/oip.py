@@ -14,6 +14,7 @@ from typing import Any
 import orjson
 from google.protobuf import json_format
 
+from tierstore.arguments import as_version
 from tierstore.errors import InvalidInput, NotFound, TierstoreError
 from tierstore.service.context import Service
 from tierstore.service.dataplane.inference import AnyRequest, DataPlane, Inference
@@ -24,7 +25,7 @@ from tierstore.service.limits.worker_pool import Reservation
 from tierstore.service.protocols.oip import documents
 from tierstore.service.protocols.oip.shared_memory import CudaRegions, Regions
 from tierstore.service.rpc.caller import RpcCaller
-from tierstore.service.rpc.messages import REFUSAL
+from tierstore.service.rpc.messages import REFUSAL, WireMessage
 from tierstore.service.rpc.methods import Accounts, MessageStream, Receive, Servicer, Unary, by_message, look_up
 from tierstore.service.rpc.oip_messages import ResponseLayout, RpcRequest, parse_request, read_elements, split_message
 from tierstore.service.rpc.plan_source import MessagePlanSource
@@ -37,7 +38,6 @@ from tierstore.service.rpc.protobuf import (
     service_descriptor,
 )
 from tierstore.service.stats import Timings
-from tierstore.types import as_version
 
 _PARSED_TIMES = 48  # memory for a byte of a request without its raw tensors: empty inputs are the worst
 
@@ -56,6 +56,7 @@ class InferMessage:
         "_raw",
         "_service",
         "model",
+        "nbytes",
         "version",
     )  # fmt: skip
 
@@ -65,16 +66,13 @@ class InferMessage:
     _raw: list[memoryview]
 
     def __init__(
-        self, service: Service, message: bytes, caller: RpcCaller, holding: Reservation, extra: bytes = b""
+        self, service: Service, message: WireMessage, caller: RpcCaller, holding: Reservation, extra: bytes = b""
     ) -> None:
         self._service, self._message, self._caller = service, message, caller
         self._holding, self._extra = holding, extra
-        self.model = first_text(message)
+        self.nbytes = len(message)
+        self.model = first_text(message.plain)
         self.version: int | str | None = None
-
-    @property
-    def nbytes(self) -> int:
-        return len(self._message)
 
     @property
     def timeout_us(self) -> int | None:
@@ -85,7 +83,7 @@ class InferMessage:
         return self._parsed.request
 
     def parse(self) -> None:
-        parts = split_message(self._message)
+        parts = split_message(self._message.decode(self._holding.reserve))
         self._raw, self._id = parts.raw, parts.id
         self._holding.reserve(parsed_bytes(parts.meta, _PARSED_TIMES))
         self._parsed = parse_request(parts.meta, raw=bool(parts.raw))
@@ -95,7 +93,7 @@ class InferMessage:
         service, plan, view = self._service, inference.plan, inference.view
         if service.plans is None or not self._caller.unplanned or self._extra:
             return
-        plan_source = MessagePlanSource(self._message, self._parsed)
+        plan_source = MessagePlanSource(self._message.plain, self._parsed)
         refusal = None if plan.dense is None else REFUSAL
         service.plans.learn(self._parsed.model, view, self.version, plan, plan_source, refusal)
 
@@ -186,7 +184,7 @@ class InferenceService:
 
     # --- look-ups
 
-    def _streamed(self, message: bytes, flow: MessageStream) -> None:
+    def _streamed(self, message: WireMessage, flow: MessageStream) -> None:
         """Handle a request of a stream: its answer comes before that of the next. An error is an answer too, and the
         stream goes on.
         """
@@ -198,7 +196,7 @@ class InferenceService:
             if answer is None:
                 assert error is not None
                 accounts.failed(caller, error)
-                framed = _stream_error(message, error)
+                framed = _stream_error(message.plain, error)
             else:
                 accounts.answered(caller, spent)
                 framed = _stream_answer(answer)

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import pyarrow as pa
 from google.protobuf.message import DecodeError
 
+from tierstore.arguments import as_version
 from tierstore.errors import InvalidInput, shown
 from tierstore.service.dataplane.datatypes import BYTES, DATATYPES, NUMPY_DTYPE
 from tierstore.service.dataplane.plan import Plan, Request, RequestedOutput
@@ -30,7 +31,6 @@ from tierstore.service.dataplane.tensors import (
 from tierstore.service.protocols.oip import parameters as carried
 from tierstore.service.protocols.oip.shared_memory import Regions, Span, check_outputs, write_output
 from tierstore.service.rpc.protobuf import RAW_OUTPUT, RESPONSE_ID, Parts, length_delimited, message_class
-from tierstore.types import as_version
 
 _Request = message_class("inference.ModelInferRequest")
 _Response = message_class("inference.ModelInferResponse")

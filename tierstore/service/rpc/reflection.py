@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tierstore.service.rpc.messages import CODES
+from tierstore.service.rpc.messages import CODES, WireMessage
 from tierstore.service.rpc.methods import STANDARD, MessageStream, Servicer, Streamed, parse_message
 from tierstore.service.rpc.protobuf import POOL, message_class
 
@@ -26,8 +26,8 @@ def reflection_of(services: Sequence[str]) -> list[Servicer]:
 
 
 def _method(answer_to: Callable[[bytes], bytes]) -> Streamed:
-    def serve(message: bytes, flow: MessageStream) -> None:
-        flow.send(answer_to(message))
+    def serve(message: WireMessage, flow: MessageStream) -> None:
+        flow.send(answer_to(message.short()))
         flow.done()
 
     return serve

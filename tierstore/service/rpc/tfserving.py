@@ -26,7 +26,7 @@ from tierstore.service.protocols.tfserving.documents import STATE_NUMBERS, check
 from tierstore.service.protocols.tfserving.request import Tensor, request_of, room_for
 from tierstore.service.protocols.tfserving.signature import METHOD, check_signature, signature_of
 from tierstore.service.rpc.caller import RpcCaller
-from tierstore.service.rpc.messages import REFUSAL
+from tierstore.service.rpc.messages import REFUSAL, WireMessage
 from tierstore.service.rpc.methods import Servicer, Unary, by_message, parse_message
 from tierstore.service.rpc.plan_source import CallPlanSource
 from tierstore.service.rpc.protobuf import first_field, first_text, message_class, parsed_bytes
@@ -51,6 +51,7 @@ class PredictMessage:
         "_signature",
         "_tensors",
         "model",
+        "nbytes",
         "version",
     )
 
@@ -58,21 +59,19 @@ class PredictMessage:
     _made: Request
     timeout_us = None  # the protocol has none
 
-    def __init__(self, service: Service, message: bytes, caller: RpcCaller, holding: Reservation) -> None:
+    def __init__(self, service: Service, message: WireMessage, caller: RpcCaller, holding: Reservation) -> None:
         self._service, self._message, self._holding, self._caller = service, message, holding, caller
         self._received: Any = None
         self._signature = ""
         self._tensors: list[Tensor] | None = None
-        self.model = first_text(first_field(message))
+        self.nbytes = len(message)
+        self.model = first_text(first_field(message.plain))
         self.version: int | str | None = None
 
-    @property
-    def nbytes(self) -> int:
-        return len(self._message)
-
     def parse(self) -> None:
-        self._holding.reserve(parsed_bytes(self._message, _PARSED_TIMES, _CONTENT))
-        self._received = parse_message(PredictRequest, self._message)
+        message = self._message.decode(self._holding.reserve)
+        self._holding.reserve(parsed_bytes(message, _PARSED_TIMES, _CONTENT))
+        self._received = parse_message(PredictRequest, message)
         self.model, self.version = model_of(self._received.model_spec)
 
     @property
@@ -114,7 +113,7 @@ class PredictMessage:
             return
         assert self.model is not None
         fields = ending(self.model, plan.version, self._signature)
-        plan_source = CallPlanSource(self._message, self.model, fields, self._made, plan.specs)
+        plan_source = CallPlanSource(self._message.plain, self.model, fields, self._made, plan.specs)
         service.plans.learn(self.model, view, self.version, plan, plan_source, None if plan.dense is None else REFUSAL)
 
     def read(self, inference: Inference) -> tuple[Sequence[Elements], list[Any]]:

@@ -70,6 +70,22 @@ class PendingLookup:
     begun: bool = False
 
 
+class OtherTiers(NamedTuple):
+    """Where a look-up on the device finds the rows that the device tier lacks.
+
+    fetch: answers keys that the kernel has not found; of keys on the device, overlays may have these. Called on the thread that calls `finish`, once a
+        chunk.
+    host: the host tier below, which the kernel reads if it may.
+    overlays: addresses int64[m] of overlays, newest first, which are kept alive until `finish` has returned.
+    filters: the bytes of the overlays' filters.
+    """
+
+    fetch: Fetch
+    host: HostTable | None = None
+    overlays: Keys = _NONE
+    filters: int = 0
+
+
 class _Chunk(NamedTuple):
     """A part of a look-up: keys [begin, end) and, if pooled, their bags [first, last)."""
 
@@ -80,32 +96,28 @@ class _Chunk(NamedTuple):
 
 
 def look_up_into(
-    out: GpuArray | None,
+    out: GpuArray | np.dtype[Any],
     table: DeviceTable,
     keys: Keys | GpuArray,
     state: States,
-    dtype: Any,
-    fetch: Fetch,
+    tiers: OtherTiers,
     bags: Pooling | None = None,
-    host: HostTable | None = None,
-    overlays: Keys = _NONE,
     padding: int | None = None,
-    filters: int = 0,
 ) -> LookUp | None:
-    """A look-up into `out`, or into a new array of `dtype`, [n, dim] or [bags, dim]; None if the device has no room for one.
+    """A look-up into `out`, or into a new array of that dtype, [n, dim] or [bags, dim]; None if the device has no room for one.
 
     Arguments as of `LookUp`, errors as of `Backend.empty`.
     """
     backend = table.device.backend
-    if out is not None:
+    if isinstance(out, GpuArray):
         backend.check_capture()
     else:
         shape = len(keys) if bags is None else len(bags.offsets), table.spec.dim
         try:
-            out = GpuArray.of(backend, backend.empty(shape, dtype))
+            out = GpuArray.of(backend, backend.empty(shape, out))
         except OutOfDeviceMemory:
             return None
-    return LookUp(table, keys, state, out, fetch, bags, host, overlays, padding, filters)
+    return LookUp(table, keys, state, out, tiers, bags, padding)
 
 
 def to_device(memory: DeviceMemory, array: np.ndarray, there: GpuArray | None = None) -> Any:
@@ -147,12 +159,7 @@ class LookUp:
         keys: int64[n].
         state: uint8[n], which gets the tier that answered, or PADDING.
         out: float32 or float16 [n, dim], or [bags, dim].
-        fetch: answers keys that the kernel has not found; of keys on the device, overlays may have these. Called on the thread that calls `finish`,
-            once a chunk.
-        host: the host tier below, which the kernel reads if it may.
-        overlays: addresses int64[m] of overlays, newest first, which are kept alive until `finish` has returned.
         padding: the padding key, if there is one.
-        filters: the bytes of the overlays' filters.
     """
 
     __slots__ = (
@@ -166,19 +173,16 @@ class LookUp:
         keys: Keys | GpuArray,
         state: States,
         out: GpuArray,
-        fetch: Fetch,
+        tiers: OtherTiers,
         bags: Pooling | None = None,
-        host: HostTable | None = None,
-        overlays: Keys = _NONE,
         padding: int | None = None,
-        filters: int = 0,
     ) -> None:
+        self._fetch, self.host, overlays, filters = tiers
         self.table, self._state, self._overlays, self._padding = table, state, overlays, padding
         self.out: GpuArray | None = out
         self.there = keys if isinstance(keys, GpuArray) else None
         self._keys: Keys = _NONE if isinstance(keys, GpuArray) else np.ascontiguousarray(keys)
-        self._fetch, self.bags, self.host = fetch, bags, host
-        self._of = 0 if host is None else id(host)
+        self.bags, self._of = bags, 0 if self.host is None else id(self.host)
         self._filters = 0 if self.there is None or not overlays.size else filters + 8 * (overlays.size + 1)
         self._address = out.address
         self._half = int(out.dtype.itemsize == 2)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+from tierstore.arguments import check_share
 from tierstore.config import Settings
 from tierstore.engine.deltas.incoming import DecodedDeltas
 from tierstore.engine.deltas.origin import Origin
@@ -44,7 +45,7 @@ from tierstore.engine.serving.routing import Routing
 from tierstore.errors import Conflict, DeltaError, NotReady, Overloaded, SequenceGap, StorageError, TooLarge
 from tierstore.formats.delta.reader import Delta, DeltaHeader
 from tierstore.tiers.cluster.write import Writer
-from tierstore.types import DeltaResult, Progress, ProgressFn, check_share
+from tierstore.types import DeltaResult, Progress, ProgressFn
 
 log = logging.getLogger(__name__)
 
