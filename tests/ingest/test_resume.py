@@ -55,8 +55,8 @@ class Journal(bulkload.Journal):
             die()
 
 bulkload.Journal = Journal
-work = plan.LoadWork(16 << 20, 2, progress=lambda step: step.phase == phase and not int(count) and die())
-with bulkload.BulkLoad(open_snapshot(root), Path(out), plan.FileSpec(base), work) as bulk:
+work = load_plan.LoadWork(16 << 20, 2, progress=lambda step: step.phase == phase and not int(count) and die())
+with bulkload.BulkLoad(open_snapshot(root), Path(out), load_plan.FileSpec(base), work) as bulk:
     build = bulk.build()
     bulk.ingest(build, Path(out).with_suffix(".db"), {"watermark": b"0"})
     bulk.read_back(Path(out).with_suffix(".db"))
