@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
 import shutil
 import subprocess
 import sys
@@ -187,15 +188,44 @@ def really(where: Path, small: Path) -> None:
                 assert store.verify().ok
 
 
+def without_room_for_strings(where: Path, small: Path) -> None:
+    """A load whose rows fit, and whose strings of keys would not."""
+
+    def snapshot(version: int) -> Path:
+        with tierstore.SnapshotWriter(where / f"strings-{version}", model="ctr", version=version) as writer:
+            words = [secrets.token_hex(60) for _ in range(60_000)]
+            writer.table("word", dim=1, dtype="float16", key="string").write(
+                words, np.ones((len(words), 1), np.float32)
+            )
+            writer.feature("word", table="word")
+            writer.warmup("word", words[:10])
+        return where / f"strings-{version}"
+
+    with (
+        quick_build.in_process(),
+        tierstore.open(small / "data", host_budget="1MiB", load_workers=1, disk_threads=2) as store,
+    ):
+        filler = small / "filler"
+        filler.write_bytes(bytes(shutil.disk_usage(small).free - 4_200_000))
+        for version, kept in ((1, False), (2, True)):
+            store.load_snapshot(snapshot(version))
+            (entry,) = (of for of in store.status()["models"]["ctr"]["versions"] if of["version"] == version)
+            assert (entry["hashes_only"] == {}) == kept
+            assert store.verify().rows == 60_000 * version
+            filler.unlink(missing_ok=True)
+        store.export("ctr", where / "out")
+
+
 @pytest.mark.thorough
-def test_a_full_disk_as_the_kernel_and_rocksdb_know_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("what", ["really", "without_room_for_strings"])
+def test_a_full_disk_as_the_kernel_and_rocksdb_know_it(tmp_path: Path, what: str) -> None:
     """In a mount namespace of its own, which is gone with its process."""
     small = tmp_path / "small"
     small.mkdir()
     mount = ["unshare", "--map-root-user", "--mount", "sh", "-c", 'mount -t tmpfs -o size=24m none "$0" && exec "$@"']
     if shutil.which("unshare") is None or subprocess.run([*mount, small, "true"], capture_output=True).returncode:
         pytest.skip("this machine lets nobody mount a small file system")
-    code = f"from pathlib import Path; from tests.engine.lifecycle.test_full_disk import really; really(Path({str(tmp_path)!r}), Path({str(small)!r}))"
+    code = f"from pathlib import Path; from tests.engine.lifecycle.test_full_disk import {what}; {what}(Path({str(tmp_path)!r}), Path({str(small)!r}))"
     done = subprocess.run(
         [*mount, small, sys.executable, "-c", code],
         cwd=Path(__file__).parents[3],
