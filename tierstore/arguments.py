@@ -1,5 +1,5 @@
-"""Checks of arguments: names, versions, numbers, and the keys of a request. Each raises InvalidInput, which says what was
-expected.
+"""Checks of arguments: names, versions, numbers, and the keys of a request. Each raises InvalidInput, which says what
+was expected.
 
 Pure functions; any thread.
 """
