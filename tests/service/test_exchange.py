@@ -60,11 +60,13 @@ def message_naming(model: str, *, broken: bool) -> bytes:
 
 
 def exchange_of(service: Service, message: bytes) -> Exchange[bytes]:
+    from tierstore.service.rpc.messages import WireMessage
     from tierstore.service.rpc.oip import InferMessage
 
     caller = RpcCaller(SomeStream(), Proxies())
     caller.waiting.principal = LOCAL
-    return Exchange(service, InferMessage(service, message, caller, Reservation(service.inflight)), caller.waiting)
+    holding = Reservation(service.inflight)
+    return Exchange(service, InferMessage(service, WireMessage(message), caller, holding), caller.waiting)
 
 
 @needs_grpc
