@@ -30,7 +30,7 @@ from tierstore.service.dataplane.planner import make_plan
 from tierstore.service.protocols.oip.json_request import parse_request
 from tierstore.service.protocols.oip.json_response import ResponseLayout
 from tierstore.service.reactor.plan_sources import HttpPlanSource, PlanSource
-from tierstore.service.reactor.variants import is_runnable, variant_words
+from tierstore.service.reactor.variants import VersionPlan, is_runnable, variant_words
 from tierstore.service.rpc import oip_messages
 from tierstore.service.rpc.plan_source import MessagePlanSource
 from tierstore.service.rpc.protobuf import message_class
@@ -206,7 +206,7 @@ class Variant:
         pieces = plan_source.pieces(self.plan)
         assert pieces is not None
         counts = [0] * (1 + len(self.plan.calls))
-        self.words, self._kept = variant_words(1, self.plan, plan_source, pieces, view, counts)
+        self.words, self._kept = variant_words(VersionPlan(1, view, self.plan, plan_source), pieces, counts)
 
 
 class Ran:

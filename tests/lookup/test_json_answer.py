@@ -37,7 +37,7 @@ def variant_of(pieces: list[tuple[Any, ...]], as_json: int) -> tuple[Any, list[A
         for own, (text, *behind) in zip(kept, pieces, strict=True)
     ]
     texts = np.array(rows, np.int64)
-    variant = plans.VARIANT.make(pieces=len(pieces), texts=address_of(texts), as_json=as_json)
+    variant = plans.LOOKUP.make(pieces=len(pieces), texts=address_of(texts), as_json=as_json)
     return variant, [*kept, texts]
 
 

@@ -36,7 +36,6 @@ OPTIONS = {
 # made in one place or two of parts that have nothing else in common
 OF_PARTS = {
     "engine/placements/cluster/model.__init__", "engine/placements/following/rows.__init__", "tiers/cluster/write.__init__",
-    "service/reactor/variants._variant_words", "service/reactor/variants.prediction_words",
 }  # fmt: skip
 MAY_PRINT = ("tierstore/cli", "tierstore/demo", "tools", "benchmarks")
 MARKERS = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b")

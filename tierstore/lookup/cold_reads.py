@@ -37,7 +37,7 @@ JOB = define("Job", "a request that a reactor has given to the readers of cold r
     "stream": "the stream that waits; 0: a request of HTTP/1.1",
     "request request_bytes": "the head and the body of a stream's request; the job has them until it ends",
     "announced": "the generation that the reactor had announced, which keeps its view; 0: no job",
-    "variant": (plans.VARIANT, "the variant of its plan"),
+    "variant": (plans.LOOKUP, "the variant of its plan"),
     "of_view": (plans.VIEW, "the view that it reads"),
     "tail": "the address of the request's data; until the job is submitted, their offset in the request",
     "block": "the address of the answer's head and data, and of the working memory after them",

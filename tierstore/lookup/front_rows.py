@@ -78,7 +78,7 @@ def run(variant: Any, view: Any, body: Any, size: Any, answer: Any, scratch: Any
 
     `answer` is the address of room for `rows_begin(n)` bytes and n rows. `scratch`: n bytes, set to the tier that answered each code.
     """
-    variant, view = plans.variant_at(variant), plans.view_at(view)
+    variant, view = plans.front_rows_at(variant), plans.view_at(view)
     table = plans.table_at(view.tables, variant.table)
     n, codes, seq = (size - REQUEST_HEAD_BYTES) >> 3, body + REQUEST_HEAD_BYTES, view.seq
     if seq > load_i64(body, UPTO) or seq < load_i64(body, FLOOR) or not _mark_foreign(table, codes, n, scratch):

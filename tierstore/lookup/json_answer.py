@@ -23,7 +23,7 @@ from tierstore.kernels.atomics import copy_bytes
 from tierstore.kernels.raw import load_f16, load_i64, load_u8, load_u32, load_u64, store_f32, store_u8
 from tierstore.lookup.answer_values import size_of, value_at, values_at
 from tierstore.lookup.binding import CLOSE_OBJECT, ID, MOST_ADDED_BYTES, MOST_DIGITS, NONE, QUOTE
-from tierstore.lookup.plans import BY_ROW, FLAT, piece_at, variant_at
+from tierstore.lookup.plans import BY_ROW, FLAT, lookup_at, piece_at
 from tierstore.wire.json.numbers import write_float32, write_float64, write_integer
 from tierstore.wire.json.text import CLOSE_LIST, COMMA, OPEN_LIST
 from tierstore.wire.request_record import DATATYPES, NO_ID, WIDTHS
@@ -257,7 +257,7 @@ def write(variant: Any, values: Any, id_at: Any, id_bytes: Any, data: Any, targe
 
     `values` come from `binding.bind`, or for a prediction from `scoring.bind`; `data` is the address of the elements; the id is that of the record.
     """
-    variant, values = variant_at(variant), values_at(values)
+    variant, values = lookup_at(variant), values_at(values)
     if variant.as_json != FLAT and not _may_nest(variant, values, data):
         return 0
     if variant.as_json == BY_ROW:

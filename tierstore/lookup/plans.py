@@ -86,21 +86,32 @@ SCORE = define("Score", "an output of a graph", {
     "rank": "the number of sizes",
     "sizes": ((np.int64, (MOST_SCORE_RANK,)), "the sizes, as those of a check"),
 })  # fmt: skip
-SCORING = define("Scoring", "the part of a prediction's plan that goes beyond look-ups (`scoring.py`)", {
-    "number": "the number of the graph",
+HEAD_FIELDS = {
+    "head_at head_bytes": "the head of an answer, ready to be copied",
+    "date_at": "the offset of the date in that head; a header block of gRPC has no date",
+}
+SCORING = define("Scoring", "the part of a prediction's plan that goes beyond look-ups (`scoring.py`), with the head of a refusal", HEAD_FIELDS | {
+    "number": "the number of the graph; 0: reactors can only refuse predictions, and the fields after it are not used",
     "checks": "the number of checks", "first_check": (CHECK, "the first of them"),
     "inputs": "the number of the graph's inputs", "first_input": (GRAPH_INPUT, "the first of them"),
     "scores": "the number of the graph's outputs", "first_score": (SCORE, "the first of them"),
     "half": "1: rows of an input take half of the bytes that count in the look-up's limit",
     "apart": "1: the thread that runs the graph looks up too, because rows may lie on a device; the inputs are those of the request",
 })  # fmt: skip
-VARIANT = define("Variant", "the way to answer requests of one structure under one version with one dense part", {
+VARIANT_FIELDS = {
     "token": "the token of the views that it fits",
     "counts": "the number of the version's row of counts",
-    "head_at head_bytes": "the head of an answer, ready to be copied, for refusals and for rows; or 0",
-    "date_at": "the offset of the date in that head; a header block of gRPC has no date",
-    "digits_at": "the offset in that head of the digits of the length, of rows for a front",
-    "table table_counts": "the number of the table, and that of its row of counts, of rows for a front",
+}
+VARIANT = define(
+    "Variant",
+    "the way to answer requests of one structure under one version with one dense part: a Lookup or FrontRows, whose first fields are these",
+    VARIANT_FIELDS,
+)
+FRONT_ROWS = define("FrontRows", "a variant of rows for a front (`front_rows.py`)", VARIANT_FIELDS | HEAD_FIELDS | {
+    "digits_at": "the offset in the head of the digits of the length",
+    "table table_counts": "the number of the table, and that of its row of counts",
+})  # fmt: skip
+LOOKUP = define("Lookup", "a variant of look-ups (`binding.py`), and of predictions", VARIANT_FIELDS | {
     "framed": "UNFRAMED; FRAMED, TENSORS_FRAMED: each output of the answer follows its tag and its length, or its name and shape (`grpc_answer.py`)",
     "as_json": "0; FLAT, NESTED, BY_ROW: the elements of all outputs are in the answer's JSON, in one of three forms (`json_answer.py`)",
     "datatypes": "the address of the number of each input's datatype, where requests do not say it; or 0",
@@ -108,7 +119,7 @@ VARIANT = define("Variant", "the way to answer requests of one structure under o
     "outputs output_bytes": "the number of outputs, and the address of each one's bytes: of an element, of a row, or of one `found`",
     "pieces": "the number of pieces", "texts": (PIECE, "the first of them"),
     "alignment": "the alignment of outputs, a power of two",
-    "scoring": (SCORING, "the graph of predictions that reactors begin, for which the outputs are rows; or 0"),
+    "scoring": (SCORING, "of predictions, for whose graph the outputs are rows; 0: the outputs are the answer"),
 })  # fmt: skip
 PLAN = define("Plan", "the way to answer requests of one path and structure", {
     "path_at path_bytes structure_at structure_bytes": "the path and the structure, by which the plan is found",
@@ -125,7 +136,8 @@ ENTRY = define(
     "an entry of the index of plans",
     {"hash": "the hash of path, structure and form", "plan": (PLAN, "the plan; 0: the entry is free")},
 )
-table_at, view_at, served_at, entry_at, plan_at, variant_at = map(at, (TABLE, VIEW, SERVED, ENTRY, PLAN, VARIANT))
+table_at, view_at, served_at, entry_at, plan_at = map(at, (TABLE, VIEW, SERVED, ENTRY, PLAN))
+lookup_at, front_rows_at = at(LOOKUP), at(FRONT_ROWS)
 planned_at, run_at, run_call_at, piece_at = map(at, (PLANNED, RUN, CALL, PIECE))
 check_at, graph_input_at, score_at = map(at, (CHECK, GRAPH_INPUT, SCORE))
 CALL_BYTES, RUN_BYTES = CALL.bytes, RUN.bytes

@@ -105,9 +105,9 @@ def roll(me):
 
 
 @nb.njit
-def _add_close(variant, head):
+def _add_close(date_at, head):
     """Add `connection: close` to the `head` of an answer, behind its date. The bytes before it move forward."""
-    before = variant.date_at + DATE_BYTES + 2
+    before = date_at + DATE_BYTES + 2
     move_bytes(head - _CLOSE.size, head, before)
     for i in range(_CLOSE.size):
         store_u8(head - _CLOSE.size + before, i, _CLOSE[i])
@@ -147,16 +147,21 @@ def _is_closing(me, last):
 
 
 @nb.njit
-def _send_ready(me, fd, variant, closing, data):
-    """Send `data` bytes of an answer, with its prepared head in front of them."""
-    before = variant.head_bytes
+def _copy_head(me, ready):
+    """Copy a prepared head to where an answer's data follow, with the date. Returns its address."""
+    head = me.answer + HEAD_ROOM - ready.head_bytes
+    copy_bytes(head, ready.head_at, ready.head_bytes)
+    copy_bytes(head + ready.date_at, me.date, DATE_BYTES)
+    return head
+
+
+@nb.njit
+def _send_ready(me, fd, ready, closing, data):
+    """Send `data` bytes of an answer, with the head in front of them that `_copy_head` has copied."""
+    before = ready.head_bytes
     target = me.answer + HEAD_ROOM - before
-    copy_bytes(target, variant.head_at, before)
-    copy_bytes(target + variant.date_at, me.date, DATE_BYTES)
-    if me.found.kind == http1_head.ROWS:
-        front_rows.write_digits(target + variant.digits_at, data)
     if closing:
-        _add_close(variant, target)
+        _add_close(ready.date_at, target)
         target -= _CLOSE.size
         before += _CLOSE.size
     _send(me, fd, target, before + data, closing)
@@ -196,7 +201,7 @@ def _may_wait_ns(me, since, began):
 
 @nb.njit
 def is_refused(me, plan, variant, since, began):
-    """Whether a prediction would wait too long for a thread. If so, it is counted as refused, and the variant has the answer. `since` as for `why_not`.
+    """Whether a prediction would wait too long for a thread. If so, it is counted as refused, and its scoring has the answer. `since` as for `why_not`.
 
     A refusal here costs only the reading of the request. A refusal by Python costs thirty times as much, because the dense part's weights fill the
     processor's caches.
@@ -234,7 +239,7 @@ def plan_for(me, path, path_bytes, form, began):
     if variant == 0:
         return NO_PLAN, 0, 0, 0
     plan.last_used = began
-    return MAY, plan, variant, view
+    return MAY, plan, plans.lookup_at(variant), view
 
 
 @nb.njit
@@ -304,11 +309,12 @@ def answer(me, fd, at, whole, last, began):
     why, plan, variant, view = plan_for(me, path, path_bytes, plans.TENSORS, began)
     if why != MAY:
         return why
-    predicts, more = variant.head_at != 0, whole - connection_at(me.conns, fd).held
+    predicts, more = variant.scoring != 0, whole - connection_at(me.conns, fd).held
     if predicts and is_refused(me, plan, variant, since, began):
-        _send_ready(me, fd, variant, _is_closing(me, last), 0)
+        _copy_head(me, variant.scoring)
+        _send_ready(me, fd, variant.scoring, _is_closing(me, last), 0)
         return ANSWERED
-    if predicts and variant.scoring == 0:
+    if predicts and variant.scoring.number == 0:
         return PREDICTION
     if not typed and call_at(me.read_predict, variant.datatypes, me.record, me.data, 0, 0, 0) == 0:
         return VALUES
@@ -386,9 +392,10 @@ def answer_rows(me, fd, at, whole, last, began):
         return NO_PLAN
     if not _may_draw(me, plan, began):
         return ACCESS
-    variant, view = plan_search.choose(plan, served, 0)
-    if variant == 0:
+    chosen, view = plan_search.choose(plan, served, 0)
+    if chosen == 0:
         return NO_PLAN
+    variant = plans.front_rows_at(chosen)
     table = plans.table_at(view.tables, variant.table)
     room = rows_begin(n) + n * table.row_bytes
     if room > by_plan.MOST_WORK_BYTES:
@@ -405,5 +412,6 @@ def answer_rows(me, fd, at, whole, last, began):
     counts = me.table_counts + 8 * TABLE_COUNT_WORDS * variant.table_counts
     front_rows.count_codes(n, me.scratch, counts)
     count(me, variant, began, planned, ran, monotonic_ns())
+    front_rows.write_digits(_copy_head(me, variant) + variant.digits_at, data)
     _send_ready(me, fd, variant, _is_closing(me, last), data)
     return ANSWERED

@@ -38,10 +38,10 @@ from tierstore.wire.request_record import SCANNED, row_at
 
 
 @nb.njit
-def _refuse(me, variant):
-    """Refuse a prediction with the variant's header block, which may change after this call."""
-    me.call.answer_at, me.call.answer_bytes = me.answer, variant.head_bytes
-    copy_bytes(me.answer, variant.head_at, variant.head_bytes)
+def _refuse(me, scoring):
+    """Refuse a prediction with the scoring's header block, which may change after this call."""
+    me.call.answer_at, me.call.answer_bytes = me.answer, scoring.head_bytes
+    copy_bytes(me.answer, scoring.head_at, scoring.head_bytes)
     me.line.answers += 1
     return TURNED_AWAY
 
@@ -91,10 +91,10 @@ def answer_call(me, fd, text, message, message_bytes, began):
     own, form = row_at(me.record, 0), plans.MESSAGE if typed else plans.PREDICT_MESSAGE
     model, model_bytes = own.name_at, own.name_bytes
     why, plan, variant, view = plan_for(me, model, model_bytes, form, began)
-    predicts = why == MAY and variant.head_at != 0
+    predicts = why == MAY and variant.scoring != 0
     if predicts and is_refused(me, plan, variant, call.since_ns, began):
-        return _refuse(me, variant)
-    if predicts and variant.scoring == 0:
+        return _refuse(me, variant.scoring)
+    if predicts and variant.scoring.number == 0:
         return PREDICTION
     tail = message
     if why == MAY and not typed:

@@ -36,7 +36,14 @@ from tierstore.service.limits.rates import RateLimits
 from tierstore.service.reactor.count_rows import CountRows, Counts
 from tierstore.service.reactor.plan_sources import PlanSource
 from tierstore.service.reactor.scorings import Scoring, Unfit, can_score, scoring_of, scoring_words
-from tierstore.service.reactor.variants import address, is_runnable, prediction_words, variant_words
+from tierstore.service.reactor.variants import (
+    VersionPlan,
+    address,
+    head_words,
+    is_runnable,
+    prediction_words,
+    variant_words,
+)
 from tierstore.types import Tier, model_and_head
 from tierstore.wire import request_record
 from tierstore.wire.http1.date import DATE_PLACE
@@ -174,12 +181,12 @@ class PlanIndex:
                 or not self._has_time()
             ):
                 return
-            of = plan_source.protocol, model, plan.version
+            of, counted = VersionPlan(token, view, plan, plan_source), (plan_source.protocol, model, plan.version)
             if refusal is not None:
-                new = self._predicting(token, view, plan, plan_source, refusal, of)
-                new = new or self._refusing(token, refusal, of)
+                new = self._predicting(of, plan_source, refusal, counted)
+                new = new or self._refusing(token, refusal, counted)
             else:
-                new = self._variant(token, view, plan, plan_source, of)
+                new = self._variant(of, plan_source, counted)
             if new is None:
                 self._unfit[place, token] = None
                 if len(self._unfit) > _MOST_UNFIT:
@@ -204,9 +211,9 @@ class PlanIndex:
                 return
             head = _ROWS_HEAD % (DATE_PLACE, _DIGITS)
             number = list(view.open_version.tables).index(table)
-            words = layout.VARIANT.make(
-                token=token, head_at=address(head), head_bytes=len(head), date_at=head.index(DATE_PLACE),
-                digits_at=head.index(_DIGITS), table=number, counts=rows[0], table_counts=rows[1],
+            words = layout.FRONT_ROWS.make(
+                token=token, **head_words(head), digits_at=head.index(_DIGITS), table=number, counts=rows[0],
+                table_counts=rows[1],
             )  # fmt: skip
             variant = _Variant(words, None, [cascade.counts], head)
             self._keep(place, model, slot, layout.ONE_VERSION, 0, variant)
@@ -300,16 +307,18 @@ class PlanIndex:
         rows = self._count_rows(version, [])
         if rows is None:
             return None
-        words = layout.VARIANT.make(token=token, counts=rows[0], **_refusal_words(refusal))
-        return _Variant(words, version, [], refusal)
+        scoring = layout.SCORING.make(**head_words(refusal))
+        words = layout.LOOKUP.make(token=token, counts=rows[0], scoring=address_of(scoring))
+        return _Variant(words, version, [], refusal, scoring)
 
     def _predicting(
-        self, token: int, view: Any, plan: Plan, plan_source: PlanSource, refusal: bytes, version: Version
+        self, of: VersionPlan, plan_source: PlanSource, refusal: bytes, version: Version
     ) -> _Variant | None:
         """The variant of a prediction; None if a reactor cannot begin it, or there is no room for counts.
 
         Called with the lock held.
         """
+        plan, view = of.plan, of.view
         tables, session = view.open_version.tables, view.session
         if not can_score(plan_source, plan, session) or len(plan.specs) > request_record.MOST_TENSORS:
             return None
@@ -317,7 +326,7 @@ class PlanIndex:
         apart = on_device and view.rows_on(session) is not None
         number = next(self._numbers)
         try:
-            scoring, parts = scoring_words(number, plan_source.request, plan, session, apart=apart)
+            scoring, parts = scoring_words(number, plan_source.request, plan, session, refusal, apart=apart)
         except Unfit:
             return None
         pieces = plan_source.score_pieces(plan, parts[2])
@@ -325,15 +334,15 @@ class PlanIndex:
         rows = None if pieces is None else self._count_rows(version, counts)
         if pieces is None or rows is None:
             return None
-        words, kept = prediction_words(token, plan, plan_source, pieces, view, rows, _refusal_words(refusal), scoring)
+        words, kept = prediction_words(of, pieces, rows, scoring)
         new = _Variant(words, version, counts, refusal, parts, *kept)
         new.scoring = number
         self.scorings[number] = scoring_of(plan_source, version[1], plan, session, parts, apart=apart)
         return new
 
-    def _variant(self, token: int, view: Any, plan: Plan, plan_source: PlanSource, version: Version) -> _Variant | None:
+    def _variant(self, of: VersionPlan, plan_source: PlanSource, version: Version) -> _Variant | None:
         """The variant; None if a reactor cannot answer, or there is no room for a table or its counts."""
-        tables = view.open_version.tables
+        plan, tables = of.plan, of.view.open_version.tables
         if not is_runnable(plan) or not plan_source.is_plain():
             return None
         pieces = plan_source.pieces(plan)
@@ -343,7 +352,7 @@ class PlanIndex:
         rows = self._count_rows(version, counts)
         if rows is None:
             return None
-        words, kept = variant_words(token, plan, plan_source, pieces, view, rows)
+        words, kept = variant_words(of, pieces, rows)
         return _Variant(words, version, counts, *kept)
 
     def collect(self) -> None:
@@ -354,10 +363,6 @@ class PlanIndex:
 
 def _add_keys(counts: LookupCounts, new: Counts, _: Counts) -> None:
     counts.add(new[: len(Tier)])
-
-
-def _refusal_words(refusal: bytes) -> dict[str, int]:
-    return {"head_at": address(refusal), "head_bytes": len(refusal), "date_at": refusal.find(DATE_PLACE)}
 
 
 def _wanted(version: int | str | None) -> int:

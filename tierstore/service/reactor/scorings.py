@@ -23,6 +23,7 @@ from tierstore.service.dataplane.datatypes import NUMPY_DTYPE
 from tierstore.service.dataplane.inference import AnyRequest
 from tierstore.service.dataplane.plan import Call, OutputSpec, Plan, Request
 from tierstore.service.reactor.plan_sources import Logged, PlanSource
+from tierstore.service.reactor.variants import head_words
 
 Tensors = list[tuple[str, np.dtype[Any], int]]
 
@@ -149,9 +150,9 @@ class _Shapes:
 
 
 def scoring_words(
-    number: int, request: AnyRequest, plan: Plan, session: DenseSession, *, apart: bool
+    number: int, request: AnyRequest, plan: Plan, session: DenseSession, refusal: bytes, *, apart: bool
 ) -> tuple[npt.NDArray[Any], list[npt.NDArray[Any]]]:
-    """(the words, what they point to: checks, inputs and scores). Raises Unfit.
+    """(the words, what they point to: checks, inputs and scores; `refusal` too). Raises Unfit.
 
     `apart`: the thread that runs the graph looks up too; its inputs are those of the request.
     """
@@ -186,6 +187,7 @@ def scoring_words(
         first_score=address_of(parts[2]),
         half=int(shapes.half),
         apart=int(apart),
+        **head_words(refusal),
     )
     return words, parts
 

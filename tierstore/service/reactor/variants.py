@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -26,6 +27,7 @@ from tierstore.reactor import layout as kernel
 from tierstore.service.dataplane.datatypes import BYTES, KEY_DATATYPES
 from tierstore.service.dataplane.plan import Call, OutputSpec, Plan
 from tierstore.types import KeyHash, TrainerHash
+from tierstore.wire.http1.date import DATE_PLACE
 
 FOUND = ".found"
 Words = npt.NDArray[Any]
@@ -47,65 +49,65 @@ class Protocol(typing.Protocol):
         """The number of each input's datatype, if requests do not say it."""
 
 
+@dataclass(frozen=True, slots=True)
+class VersionPlan:
+    """The plan of a structure's requests under one version with one dense part, whose views have a `token`."""
+
+    token: int
+    view: Any
+    plan: Plan
+    protocol: Protocol
+
+
 def address(data: bytes) -> int:
     """The address of bytes that the caller keeps alive."""
     return address_of(np.frombuffer(data, np.uint8))
 
 
-def variant_words(
-    token: int, plan: Plan, protocol: Protocol, pieces: Pieces, view: Any, counts: list[int]
-) -> tuple[Words, list[object]]:
+def head_words(head: bytes) -> dict[str, int]:
+    """The words of the head of an answer, ready to be copied; it has `DATE_PLACE` for the date, if it has a date."""
+    return {"head_at": address(head), "head_bytes": len(head), "date_at": head.find(DATE_PLACE)}
+
+
+def variant_words(of: VersionPlan, pieces: Pieces, counts: list[int]) -> tuple[Words, list[object]]:
     """The words of a look-up's variant, and the objects that they point to.
 
-    `pieces` are those of an answer of the `protocol`; `counts`: the places of the version's and tables' counts.
+    `pieces` are those of an answer of the protocol; `counts`: the places of the version's and tables' counts.
     """
+    plan = of.plan
     rows = [(call.rows[0], plan.specs[call.rows[0]].datatype == "FP16") if call.rows else None for call in plan.calls]
     elements = [spec.dtype.itemsize * (1 if spec.name.endswith(FOUND) else spec.shape[-1]) for spec in plan.specs]
-    return _variant_words(token, plan, protocol, pieces, view, counts, rows, elements, {"alignment": 1})
+    return _variant_words(of, pieces, counts, rows, elements, alignment=1)
 
 
-def prediction_words(
-    token: int,
-    plan: Plan,
-    protocol: Protocol,
-    pieces: Pieces,
-    view: Any,
-    counts: list[int],
-    refusal: dict[str, int],
-    scoring: Words,
-) -> tuple[Words, list[object]]:
-    """`variant_words` for predictions, whose rows have places for their graph: with the words of a refusal, and of a
-    scoring.
-    """
+def prediction_words(of: VersionPlan, pieces: Pieces, counts: list[int], scoring: Words) -> tuple[Words, list[object]]:
+    """`variant_words` for predictions, whose rows have places for their graph: with the words of a scoring."""
     rows: list[tuple[int, bool] | None] = []
     elements: list[int] = []
-    for call in plan.calls:
+    for call in of.plan.calls:
         rows.append(None if call.feeds is None else (len(elements), call.feeds.dtype == "float16"))
         elements += [] if call.feeds is None else [call.feeds.row_bytes]
-    more = {"alignment": ALIGNMENT, "scoring": address_of(scoring), **refusal}
-    words, kept = _variant_words(token, plan, protocol, pieces, view, counts, rows, elements, more)
+    more = {"alignment": ALIGNMENT, "scoring": address_of(scoring)}
+    words, kept = _variant_words(of, pieces, counts, rows, elements, **more)
     return words, [*kept, scoring]
 
 
 def _variant_words(
-    token: int,
-    plan: Plan,
-    protocol: Protocol,
+    of: VersionPlan,
     pieces: Pieces,
-    view: Any,
     counts: list[int],
     rows: list[tuple[int, bool] | None],
     elements: list[int],
-    more: dict[str, int],
+    **more: int,
 ) -> tuple[Words, list[object]]:
     """`rows`: for each call the output with its rows, and whether as halves; `elements`: bytes of an element of each
     output.
     """
-    order = list(view.open_version.tables)
-    hashes = [_hash_words(call.feature.hash) for call in plan.calls]
+    planned, protocol, order = of.plan.calls, of.protocol, list(of.view.open_version.tables)
+    hashes = [_hash_words(call.feature.hash) for call in planned]
     calls = [
-        _planned_call(call, of, order.index(call.table.name), row, how)
-        for call, of, row, (how, _) in zip(plan.calls, rows, counts[1:], hashes, strict=True)
+        _planned_call(call, row, order.index(call.table.name), row_of_counts, how)
+        for call, row, row_of_counts, (how, _) in zip(planned, rows, counts[1:], hashes, strict=True)
     ]
     text = b"".join(text for text, *_ in pieces)
     at, texts = address(text), []
@@ -118,8 +120,8 @@ def _variant_words(
     calls_at = address_of(numbers)
     elements_at = calls_at + layout.PLANNED.bytes * len(calls)
     texts_at = elements_at + 8 * len(elements)
-    words = layout.VARIANT.make(
-        token=token,
+    words = layout.LOOKUP.make(
+        token=of.token,
         counts=counts[0],
         outputs=len(elements),
         planned_calls=len(calls),
