@@ -476,7 +476,7 @@ def test_side_files_find_the_room_that_strings_would_take(open_store, tmp_path, 
     where = snapshot(tmp_path)
     side = sum(path.stat().st_size for path in where.rglob("*") if path.suffix in (".onnx", ".npy", ".npz"))
     text = sum(len(key.encode()) for key in BASE)
-    free.bytes = (256 << 20) + side + text + 8 * len(BASE) + 1000
+    free.bytes = (256 << 20) + (8 << 20) + side + text + 8 * len(BASE) + 1000  # and what a helper has beside
     store.load_snapshot(where)
     assert store.status()["models"]["ctr"]["versions"][0]["hashes_only"] == {}
     free.bytes = (256 << 20) + text + 1000
@@ -556,6 +556,22 @@ def test_a_built_version_without_strings_serves_and_says_so(open_store, tmp_path
     with pytest.raises(InvalidInput, match=why):
         store.export("ctr", tmp_path / "out")
     assert not (tmp_path / "data/models/ctr/1/strings").exists()
+
+
+def test_strings_that_are_copied_at_once_find_room_together(open_store, tmp_path, free):
+    built = tmp_path / "built"
+    tierstore.build_snapshot(snapshot(tmp_path, values=TEXTS), built, partitions=2, load_workers=1)
+    side = sum(
+        path.stat().st_size
+        for path in (built / "partition-0000").rglob("*")
+        if path.suffix in (".onnx", ".npy", ".npz")
+    )
+    sizes = [path.stat().st_size for path in built.rglob("*.strings")]
+    assert len(sizes) == 2
+    free.bytes = (256 << 20) + (8 << 20) + side + sum(sizes) - 1  # each of them would fit
+    store = open_store(disk_reserve="256MiB")
+    store.load_snapshot(built)
+    assert "no room" in store.status()["models"]["ctr"]["versions"][0]["hashes_only"]["word"]
 
 
 @pytest.mark.parametrize("damage", ["missing", "cut off", "a byte"])

@@ -115,13 +115,16 @@ def test_what_tasks_have_built_serves_what_they_were_given(
 
 
 @pytest.mark.parametrize("kept", ["all", "off", "not by all tasks"])
-def test_what_tasks_have_built_carries_the_strings_of_keys(tmp_path: Path, kept: str) -> None:
+def test_what_tasks_have_built_carries_the_strings_of_keys(
+    tmp_path: Path, kept: str, caplog: pytest.LogCaptureFixture
+) -> None:
     made, out = template(tmp_path / "template"), tmp_path / "out"
     build = tierstore.begin_build(made, out, partitions=PARTS, string_keys=kept != "off")
     for partition in range(PARTS):
         task = build if kept != "not by all tasks" or partition else replace(build, string_keys=False)
         task.write("word", partition, words(task, partition))
     build.commit({"item": 0, "word": len(WORDS)})
+    assert ("these partitions came without them: 0" in caplog.text) is (kept == "not by all tasks")
     assert any(name.endswith(".strings") for name in names(out)) == (kept == "all")
     with tierstore.open(tmp_path / "data", host_budget="4MiB", load_workers=1) as store:
         store.load_snapshot(out)

@@ -237,12 +237,13 @@ class BulkLoad:
         if tables:
             make_dir(folder)
             self._progress.begin_phase("strings", sum(table.rows for table in tables))
-            keep_free += self._spec.partitions * self._snapshot.side_bytes() + self.plan.helpers * _SPARE_BYTES
+            keep_free += self._spec.partitions * self._snapshot.side_bytes() + max(1, self.plan.helpers) * _SPARE_BYTES
             kept = {of.name: self._kept_strings(of, build, folder, most_bytes, keep_free) for of in tables}
             self._progress.end_phase()
         too_many = sum(file.bytes for of in kept.values() for file in of.files) > most_bytes
         if too_many or any(of.missing is MissingStrings.SIZE for of in kept.values()):
-            kept = dict.fromkeys(kept, KeptStrings(missing=MissingStrings.SIZE))
+            too_large = KeptStrings(missing=MissingStrings.SIZE)
+            kept = {name: of if of.missing is MissingStrings.BUILT else too_large for name, of in kept.items()}
         for name, of in kept.items():
             if of.missing is not None:
                 log.warning("%s: table %s: its string keys are not kept: %s", folder, name, _LEFT_OUT[of.missing])
@@ -259,8 +260,11 @@ class BulkLoad:
             tasks = self._sort_strings(table, folder, most_bytes, keep_free)
         else:
             tasks = self._copy_strings(self._built.strings(table.name), table, folder, keep_free)
-            if self._spec.own is None and sum(size for task in tasks for _, size, _ in task.sources) > most_bytes:
+            needed = sum(size for task in tasks for _, size, _ in task.sources)
+            if self._spec.own is None and needed > most_bytes:
                 return KeptStrings(missing=MissingStrings.SIZE)
+            if needed and shutil.disk_usage(folder).free - needed < keep_free:  # they are copied at once
+                return KeptStrings(missing=MissingStrings.ROOM)
         assert self._helpers is not None
         found: list[SortedStrings] = self._helpers.run(tasks, self._progress.add)
         made = tuple(StringsFile(*file) for of in found for file in of.files)

@@ -15,6 +15,7 @@ task the last receipt counts, and either is whole. Nothing accepts `out` before 
 from __future__ import annotations
 
 import json
+import logging
 import secrets
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -62,6 +63,8 @@ from tierstore.ingest.receipts import (
 from tierstore.ingest.tasks import SortedStrings, SortStrings
 from tierstore.kernels import ahead
 from tierstore.types import MAX_PARTITIONS, KeyType, Partitions
+
+log = logging.getLogger(__name__)
 
 _SCRATCH = "tierstore-build-"
 _ANY_SIZE = 1 << 62  # a load bounds what it takes of them
@@ -216,6 +219,11 @@ class PartitionedBuild:
                 folder, shards = files.make_dir(where / "strings"), len(snapshot.manifest.table(table).shards)
                 task = SortStrings(table, 0, list(range(shards)), str(folder), memory_bytes // 3, _ANY_SIZE)
                 (found,) = here.run([task], _unheard)
+                if found.missing is not None:
+                    log.warning(
+                        "%s: table %s, partition %d: its string keys are not kept: %s has no room for them",
+                        self.out, table, partition, where,
+                    )  # fmt: skip
                 strings = None if found.missing is not None else _named(folder, found, out, table, attempt)
         built: list[BuiltFile] = []
         for task, result in made:
@@ -252,7 +260,13 @@ class PartitionedBuild:
                 else:
                     receipts[number, entry.name] = found
             mine = [key for key in receipts if key[1] == entry.name]
-            if any(receipts[key].strings is None for key in mine):  # a table keeps all of them or none
+            if without := [number for number, table in mine if receipts[number, table].strings is None]:
+                # a table keeps all of them or none
+                if self.string_keys and entry.key is KeyType.STRING:
+                    log.warning(
+                        "%s: table %s: its string keys are not kept: these partitions came without them: %s",
+                        self.out, entry.name, ", ".join(map(str, without[:10])),
+                    )  # fmt: skip
                 receipts |= {key: receipts[key].model_copy(update={"strings": None}) for key in mine}
             total = sum(of.rows + of.expired for (_, name), of in receipts.items() if name == entry.name)
             shown = ", ".join(map(str, missing[:10])) + (f" and {len(missing) - 10} more" if len(missing) > 10 else "")

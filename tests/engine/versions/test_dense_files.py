@@ -17,6 +17,7 @@ from tests.predict import onnx_models as om
 from tierstore.errors import DeltaError, InvalidInput, MissingExtra, SnapshotError
 from tierstore.formats.delta.reader import read_delta
 from tierstore.formats.onnx_file import read_onnx
+from tierstore.formats.snapshot.reader import open_snapshot
 
 pytestmark = pytest.mark.usefixtures("quick_loads")
 
@@ -151,3 +152,13 @@ def test_bytes_cannot_bring_files(open_store, tmp_path):
             store.apply_delta(tmp_path / "1.arrow")
     with pytest.raises(InvalidInput, match="outside"):
         read_onnx(tmp_path / "torch" / "model.onnx", tmp_path / "torch" / "inner")
+
+
+def test_room_for_side_files_counts_weights_beside_the_graph(tmp_path: Path) -> None:
+    root = snapshot(tmp_path / "s", save(tmp_path / "torch"))
+    dense = open_snapshot(root).dense_path()
+    assert isinstance(dense, Path)
+    shutil.copy(tmp_path / "torch/model.onnx.data", dense.parent / "model.onnx.data")
+    shutil.copy(tmp_path / "torch/model.onnx", dense)
+    found = open_snapshot(root)
+    assert found.side_bytes() >= len(found.dense_model() or b"")

@@ -38,7 +38,8 @@ _WHY = {
     MissingStrings.ROOM: "the disk had no room for them as it was loaded, so that it keeps only their hashes; free "
     f"some space, and {_LOAD_AGAIN}",
     MissingStrings.BUILT: "it was loaded from a built version, which has only their hashes: build that again with this "
-    "release and with string_keys_size, or load the snapshot itself, to export it",
+    "release, with string_keys_size (`begin_build`: string_keys) and room for them, or load the snapshot itself, to "
+    "export it",
 }
 # as `hash_arrow`, but of no array: Arrow imports pandas for the first one
 _EMPTY = int(np.uint64(xxhash.xxh3_64_intdigest(b"")).view(np.int64))

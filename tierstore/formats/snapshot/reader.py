@@ -256,9 +256,10 @@ class Snapshot:
     def side_bytes(self) -> int:
         """Bytes of its side files: dense parts, warm-up keys, recorded requests, golden examples. SnapshotError."""
         requests = chain.from_iterable(self.manifest.recorded.values())
-        names = (*self.manifest.graphs.values(), *self.manifest.warmup.values(), *requests)
+        names = (*self.manifest.warmup.values(), *requests)
         paths = [self._resolve(name, file_only=True) for name in names]
-        return sum(map(size_of, [*paths, *(path for _, path in self.golden_paths())]))
+        graphs = sum(len(self.dense_model(head) or b"") for head in self.manifest.graphs)  # weights may lie beside one
+        return graphs + sum(map(size_of, [*paths, *(path for _, path in self.golden_paths())]))
 
     def dense_path(self, head: str = "") -> Location | None:
         """The ONNX file of a head, or None if the snapshot has none."""
