@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import http.client
+import json
 import os
 import re
 import socket
@@ -24,7 +25,9 @@ from tests.service.raw_clients import request
 from tests.service.scenes import KEYS, delta, items, write_snapshot
 from tierstore.engine.store import Store
 from tierstore.errors import ConfigError
+from tierstore.service import application
 from tierstore.service.application import ServiceApplication
+from tierstore.service.context import Service
 from tierstore.service.server import ServerThread, grpc_port_by_default
 
 DOCUMENTED = "tierstore.service:app --http h11 --timeout-graceful-shutdown 5 --limit-concurrency 1000"
@@ -73,6 +76,51 @@ def test_the_application_answers_without_a_socket(tmp_path: Path) -> None:
     rows = answers[1].json()["outputs"][0]["data"]
     np.testing.assert_allclose(np.array(rows, np.float32).reshape(len(KEYS), -1), items(KEYS))
     assert answers[1].headers["x-request-id"] == "a"
+
+
+@pytest.mark.parametrize("end", ["the client leaves", "the request is cancelled"])
+def test_a_delta_that_breaks_off_holds_no_bytes(tmp_path: Path, end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    app, made = ServiceApplication(loaded(tmp_path)), []
+
+    def make(*of: Any) -> Service:
+        made.append(Service(*of))
+        return made[0]
+
+    monkeypatch.setattr(application, "Service", make)
+    scope = {
+        "type": "http", "http_version": "1.1", "method": "POST", "path": "/admin/models/ctr/deltas", "scheme": "http",
+        "raw_path": b"/admin/models/ctr/deltas", "query_string": b"", "headers": [(b"host", b"localhost")],
+        "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 8000),
+    }  # fmt: skip
+
+    async def ask() -> list[int]:
+        (service,), came, held = made, asyncio.Event(), list[int]()
+        parts = [{"type": "http.request", "body": bytes(1000), "more_body": True}]
+
+        async def receive() -> dict[str, Any]:
+            if parts:
+                return parts.pop()
+            held.append(service.delta_bytes.used_bytes)
+            came.set()
+            if end == "the client leaves":
+                return {"type": "http.disconnect"}
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        async def send(message: Any) -> None:
+            pass
+
+        call = asyncio.create_task(app(scope, receive, send))
+        await came.wait()
+        if end == "the request is cancelled":
+            call.cancel()
+        await asyncio.wait([call])
+        return [*held, service.delta_bytes.used_bytes]
+
+    assert asyncio.run(living(app, ask)) == [1000, 0]
+    if end == "the client leaves":
+        (line,) = [json.loads(line) for line in (tmp_path / "data/audit/audit.jsonl").open()][-1:]
+        assert (line["what"], line["outcome"], line["error"]) == ("delta", "failed", "the body ended early")
 
 
 def test_a_store_that_cannot_be_opened_fails_the_start(tmp_path: Path) -> None:

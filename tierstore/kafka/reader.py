@@ -220,10 +220,12 @@ class TopicReader:
         """For how long deletions stay in the topic, if that is shorter than so many seconds and there is something
         behind `positions`; else None.
         """
-        if all(self._watermarks(one, cached=False)[1] <= offset for one, offset in positions.items()):
-            return None
         kept_s = self._admin.deletions_kept_s(LOOK_TIMEOUT_S)
-        return kept_s if kept_s is not None and kept_s < seconds else None
+        if kept_s is None or kept_s >= seconds:
+            return None
+        # the topic may have other partitions than those of `positions`
+        behind = any(self._watermarks(one, cached=False)[1] > positions.get(one, 0) for one in self.positions)
+        return kept_s if behind else None
 
     def at_time(self, timestamp_ms: int) -> dict[int, int]:
         """Partition → the first offset at that time or later; the end where there is none."""

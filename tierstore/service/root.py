@@ -16,7 +16,7 @@ from tierstore.errors import TierstoreError, TooLarge
 from tierstore.service.access import Allow
 from tierstore.service.admin.application import AdminApplication
 from tierstore.service.context import Service
-from tierstore.service.error_status import http_outcome
+from tierstore.service.error_status import HttpError, http_outcome
 from tierstore.service.http.application import HttpRequest
 from tierstore.service.http.deltas import DeltasHttp
 from tierstore.service.http.fronts import FrontsHttp
@@ -129,8 +129,14 @@ class Root:
         try:
             await request.receive(receive)
         except Disconnected:
+            if request.application is self._deltas:  # nobody waits for the answer, but the audit has it
+                request.error = HttpError(400, "the body ended early")
+                self._answer(request)
             request.holding.release()
             return None
+        except asyncio.CancelledError:
+            request.holding.release()
+            raise
         loop = asyncio.get_running_loop()
         answered: asyncio.Future[Response | None] = loop.create_future()
 

@@ -277,6 +277,7 @@ def test_a_load_that_fails_says_why_and_changes_nothing(own: Own, tmp_path: Path
         ("POST", "/admin/models/ctr/snapshots", {}, 400),
         ("POST", "/admin/models/ctr/snapshots", [], 400),
         ("POST", "/admin/models/ctr/snapshots", None, 400),
+        ("POST", "/admin/models/ctr/deltas%0A", None, 404),
         ("DELETE", "/admin/models/ctr/versions/0", None, 400),
         ("DELETE", "/admin/models/ctr/versions/x", None, 400),
         ("DELETE", "/admin/models/ctr/versions/99999999999999999999", None, 400),

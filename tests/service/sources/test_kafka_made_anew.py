@@ -241,6 +241,26 @@ def test_partitions_that_are_gone_are_named_where_no_id_tells_it(
         scene.close()
 
 
+def test_partitions_that_are_gone_at_a_start_are_named_and_the_others_read(
+    tmp_path: Path, brokers: Brokers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_ids(monkeypatch)
+    monkeypatch.setattr(TopicAdmin, "deletions_kept_s", lambda self, timeout_s: 0.0)  # those of the mock say nothing
+    scene = RowScene(tmp_path, brokers, 3)
+    scene.follow()
+    scene.row(1, 10.0)
+    scene.expect(1, 10.0)
+    scene.is_in("caught up")
+    scene.close()
+    scene.remake(1)
+    scene.reopen()
+    scene.is_in("held up", "no longer has partition 1, 2")
+    for value in (10.0, 20.0):  # the first has the offset of one of before
+        scene.row(2, value)
+    scene.expect(2, 20.0)
+    scene.close()
+
+
 def test_a_delta_says_of_which_topic_it_is(deltas: Scene) -> None:
     deltas.follow()
     deltas.delta(4, {1: 40.0})

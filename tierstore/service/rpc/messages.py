@@ -100,8 +100,10 @@ class WireMessage:
 
     def short(self) -> bytes:
         """Return the bytes, for a method that answers on the event loop. MessageTooLarge above MOST_SHORT."""
-        self._most = MOST_SHORT, "this method takes"
-        if len(self.decode(lambda nbytes: None)) > MOST_SHORT:
+        if len(self._data) <= MOST_SHORT:  # also of a compressed one, which may be long and decode to little
+            self._most = MOST_SHORT, "this method takes"
+            self.decode(lambda nbytes: None)
+        if len(self._data) > MOST_SHORT:
             raise MessageTooLarge(f"a message of {len(self._data)} bytes, this method takes {MOST_SHORT}")
         return self._data
 

@@ -117,13 +117,19 @@ class Positions:
             "resume": {str(one): offset for one, offset in resume.items()},
         }
 
-    def save(self, positions: Mapping[int, int], models: Iterable[str], *, new_epoch: bool = False) -> None:
-        """Make a record durable. With `new_epoch` no earlier record counts any more."""
+    def save(
+        self, positions: Mapping[int, int], models: Iterable[str], *, new_epoch: bool = False, read: bool = True
+    ) -> None:
+        """Make a record durable. With `new_epoch` no earlier record counts any more. `read`: whether the topic is read
+        now, so that the record is as old as what was read last.
+        """
         epoch, wanted = self.epoch + new_epoch, set(models)
-        is_recorded = self._recorded_id == self.topic_id and time.time() - self.written_s < OLDEST_S
+        is_old = read and time.time() - self.written_s >= OLDEST_S
+        is_recorded = self._recorded_id == self.topic_id and not is_old
         if not new_epoch and is_recorded and self.saved == positions and self.models == wanted:
             return
-        self.written_s = time.time()
+        if read or new_epoch:
+            self.written_s = time.time()
         files.make_dir(self._path.parent)
         files.publish_record(
             self._path,

@@ -36,7 +36,7 @@ from tierstore.kafka.parked import Parked
 from tierstore.kafka.reader import Topic, TopicReader
 from tierstore.kafka.row_messages import ROW_BYTES, Row, TableRows, fit, make_delta
 from tierstore.service.sources.kafka_apply import LONGEST_RETRY_S, RETRY_S
-from tierstore.service.sources.kafka_positions import Positions
+from tierstore.service.sources.kafka_positions import OLDEST_S, Positions
 from tierstore.service.sources.kafka_routes import TopicRoute, make_row_reader
 from tierstore.service.sources.kafka_rows_status import RowStats, row_families
 from tierstore.service.sources.topic_thread import POLL_S, SAVE_S, TopicThread, far_back, newest_of_logs, note_gone
@@ -88,6 +88,7 @@ class RowTopic:
         self._models: dict[str, _Followed] = {}
         self._why: dict[str, str] = {}  # model → why its rows cannot be applied now
         self._resume_s = self._saved_s = self._maintained_s = 0.0
+        self._stands = False  # whether nothing is read
         name = f"tierstore-rows-{route.topic}"[:60]
         self._thread = TopicThread(name, settings, route.topic, self.stats.topic, self, BATCH)
         self.stopping = self._thread.stopping
@@ -107,7 +108,7 @@ class RowTopic:
 
     def begin(self, reader: TopicReader, topic: Topic) -> None:
         """Read on behind the content of the models' logs; rows that waited are read again."""
-        self._found = topic
+        self._found, self._stands = topic, False
         reader.positions = dict.fromkeys(topic.partitions, 0)
         before, self._models = self._models, {}
         begins = [self._adopt(model, last) for model, last in self._logs().items()]
@@ -120,8 +121,12 @@ class RowTopic:
     def step(self, reader: TopicReader) -> None:
         """Read some messages, and apply rows that have waited long enough."""
         waiting = time.monotonic() < self._resume_s
-        reader.pause(waiting or not self._models or self._too_many_parked() or self._is_full())
+        paused = waiting or not self._models or self._too_many_parked() or self._is_full()
+        reader.pause(paused)
         messages = reader.poll(min(POLL_S, self._settings.kafka_rows_gather_s))
+        stood, self._stands = self._stands, paused or reader.problem is not None
+        if stood and not self._stands:
+            self._note_absence()
         if reader.went_back:
             self._begin_anew(reader.went_back)
         # when it lags behind it keeps up with the topic rather than wait for requests
@@ -299,7 +304,7 @@ class RowTopic:
         for model, last in self._logs().items():
             if (of := self._models.get(model)) is not None:
                 of.positions.seq = last
-                of.positions.save(self._needed(of, of.pending), [model])
+                of.positions.save(self._needed(of, of.pending), [model], read=not self._stands)
 
     def _logs(self) -> dict[str, int]:
         """By model whose rows may come, the newest seq of its log."""
@@ -326,6 +331,12 @@ class RowTopic:
         self._models[model] = _Followed(positions, dict(begin))
         return begin
 
+    def _note_absence(self) -> None:
+        """The topic is read again, after it was not for a while."""
+        for model, of in self._models.items():
+            if time.time() - of.positions.written_s >= OLDEST_S:
+                self._note_missed(model, of.positions)
+
     def _note_missed(self, model: str, positions: Positions) -> None:
         """Note that deletions may have come and gone while nobody read the topic. A version that is loaded later has
         them.
@@ -335,24 +346,27 @@ class RowTopic:
             return
         kept_s = self._thread.reader.deletions_gone_since(positions.saved, now_s - written_s)
         if kept_s is not None:
-            version = self._store.model(model).active_version
-            positions.missed = {"version": version, "from_s": written_s, "to_s": now_s, "kept_s": kept_s}
-            logger.warning("kafka: %s", self._missed_text(model, positions.missed))
+            positions.missed = {"from_s": written_s, "to_s": now_s, "kept_s": kept_s}
+            logger.warning("kafka: %s", self._missed_text(model, None, positions.missed))
 
     def _missed_deletions(self) -> Iterator[str]:
-        """What was noted of models that serve the same version still."""
+        """What was noted of models that serve a version of before."""
         for model, of in self._models.items():
             missed = of.positions.missed
             with contextlib.suppress(NotFound):  # dropped meanwhile
-                if missed is not None and self._store.model(model).active_version == missed["version"]:
-                    yield self._missed_text(model, missed)
+                held = self._store.model(model)
+                active = held.active_version
+                info = None if active is None else held.catalogue.get(active)
+                if missed is not None and info is not None and info.loaded_at_s < missed["to_s"]:
+                    yield self._missed_text(model, active, missed)
 
-    def _missed_text(self, model: str, missed: dict[str, Any]) -> str:
+    def _missed_text(self, model: str, version: int | None, missed: dict[str, Any]) -> str:
         begin, end = (datetime.fromtimestamp(missed[one], UTC).isoformat("T", "seconds") for one in ("from_s", "to_s"))
+        where = model if version is None else f"version {version} of {model}"
         return (
             f"{self._topic}: nothing was read from {begin} to {end}, and deletions stay in this compacted topic for "
-            f"{missed['kept_s']:g} s (delete.retention.ms): rows that were deleted meanwhile may still be in version "
-            f"{missed['version']} of {model}; load a snapshot"
+            f"{missed['kept_s']:g} s (delete.retention.ms): rows that were deleted meanwhile may still be in {where}; "
+            "load a snapshot"
         )
 
     def _follow_models(self) -> None:
