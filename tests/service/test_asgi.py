@@ -119,7 +119,7 @@ def test_a_delta_that_breaks_off_holds_no_bytes(tmp_path: Path, end: str, monkey
 
     assert asyncio.run(living(app, ask)) == [1000, 0]
     if end == "the client leaves":
-        lines = map(json.loads, (tmp_path / "data/audit/audit.jsonl").open())
+        lines = map(json.loads, (tmp_path / "data/audit/deltas.jsonl").open())
         (line,) = [line for line in lines if line["what"] == "delta"]
         assert (line["outcome"], line["error"]) == ("failed", "the body ended early")
 
