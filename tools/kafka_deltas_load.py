@@ -25,7 +25,7 @@ from tests.kafka_real import RealBrokers, real_brokers
 from tools.kafka_rows_load import DIM, KEYS, PROBE, SAMPLE, LookUps, Probes, cpu_s, percentiles, serve
 
 ROWS, QUIET_S, LOOKING_UP = 1000, 30.0, 2
-RETENTION = ["--log-retention-s", "3600"]
+RETENTION = {"TIERSTORE_LOG_RETENTION_S": "3600"}
 context = multiprocessing.get_context("spawn")
 
 
@@ -87,8 +87,8 @@ def run(minutes: float, per_s: float, lookups_per_s: float, root: Path, cluster:
         writer.feature("item_id", table="item")
     with tierstore.open(root / "data") as store:
         store.load_snapshot(root / "ctr")
-    source = ["--kafka-topic", topic, *RETENTION]
-    process, url = serve(root, cluster, source)
+    source = ["--kafka-topic", topic]
+    process, url = serve(root, cluster, source, **RETENTION)
     client = tierstore.Client(url)
     ManyLookUps(url, lookups_per_s, 5).took_ms()
     print(f"look-ups in quiet: {percentiles(ManyLookUps(url, lookups_per_s, QUIET_S).took_ms())}", flush=True)
@@ -104,7 +104,7 @@ def run(minutes: float, per_s: float, lookups_per_s: float, root: Path, cluster:
     sent, took_s, keys, seqs = pipe.recv()
     used = (cpu_s(process.pid) - before_s) / (time.monotonic() - began_s)
     ended_s = time.monotonic()
-    while client.status()["models"]["ctr"]["seq"] < sent and time.monotonic() - ended_s < 120:
+    while client.status()["models"]["ctr"]["watermark"] < sent and time.monotonic() - ended_s < 120:
         time.sleep(0.01)
     behind_s = time.monotonic() - ended_s
     probes.stopping.set()
@@ -119,7 +119,7 @@ def run(minutes: float, per_s: float, lookups_per_s: float, root: Path, cluster:
     process.terminate()
     process.wait(60)
     began_s = time.monotonic()
-    process, url = serve(root, cluster, source)
+    process, url = serve(root, cluster, source, **RETENTION)
     again = count_wrong(tierstore.Client(url), keys, seqs)
     print(f"the start after it: answers after {time.monotonic() - began_s:.2f} s, {again} of {len(keys):,} wrong")
     process.terminate()

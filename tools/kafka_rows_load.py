@@ -119,10 +119,11 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def serve(root: Path, cluster: RealBrokers, source: list[str]) -> tuple[subprocess.Popen[str], str]:
+def serve(root: Path, cluster: RealBrokers, source: list[str], **environment: str) -> tuple[subprocess.Popen[str], str]:
+    """A service, and its address. `environment`: settings that have no flag."""
     command = [sys.executable, "-m", "tierstore", "serve", "--data", str(root / "data"), "--port", "0", "--grpc-port", "off",
                "--kafka", cluster.address, *source]  # fmt: skip
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | environment)
     assert process.stdout is not None
     return process, process.stdout.readline().split()[-1]
 
