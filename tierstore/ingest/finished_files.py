@@ -74,15 +74,27 @@ def copy_file(snapshot: Snapshot, task: CopyFile, report: ReportRows) -> Merged:
     """Copy a file durably, by system calls that may share its blocks, and read it back from the drive."""
     if task.own is not None:
         return _copy_own(snapshot, task, Partitions.parse(task.own), report)
-    with publish(task.out) as out:
-        copy_bytes(snapshot, task.source, task.bytes, out)
     check = CheckFile(task.out, task.base, task.rows, task.digest, task.xxh3, task.bytes)
-    if check_file(check, report).whole:
-        return Merged(task.rows, task.digest, task.xxh3, task.bytes, task.rows)
-    path = snapshot.file(task.source)
-    if isinstance(path, ObjectPath) or not check_file(replace(check, path=str(path)), lambda _: None).whole:
-        raise SnapshotError("is damaged; copy or build it again", file=task.source)
-    raise Corruption(f"{task.out}: what was read back differs from what was copied: do not trust this disk")
+
+    def is_whole(path: Path) -> bool:
+        return check_file(replace(check, path=str(path)), report).whole
+
+    copy_whole(snapshot, task.source, task.bytes, Path(task.out), is_whole)
+    return Merged(task.rows, task.digest, task.xxh3, task.bytes, task.rows)
+
+
+def copy_whole(snapshot: Snapshot, name: str, size: int, out: Path, is_whole: Callable[[Path], bool]) -> None:
+    """Copy a file durably, and read it back from the drive, by `is_whole`. SnapshotError if it is damaged, Corruption if
+    only the copy is.
+    """
+    with publish(out) as file:
+        copy_bytes(snapshot, name, size, file)
+    if is_whole(out):
+        return
+    path = snapshot.file(name)
+    if isinstance(path, ObjectPath) or not is_whole(path):
+        raise SnapshotError("is damaged; copy or build it again", file=name)
+    raise Corruption(f"{out}: what was read back differs from what was copied: do not trust this disk")
 
 
 def _copy_own(snapshot: Snapshot, task: CopyFile, own: Partitions, report: ReportRows) -> Merged:

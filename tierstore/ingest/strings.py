@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -24,10 +25,9 @@ from tierstore.errors import Corruption, DiskFull, SnapshotError
 from tierstore.formats import files
 from tierstore.formats.keys import are_own, partition_of
 from tierstore.formats.names import strings_file
-from tierstore.formats.objects import ObjectPath
 from tierstore.formats.snapshot.checksum import checksum
 from tierstore.formats.snapshot.reader import Snapshot
-from tierstore.ingest.finished_files import copy_bytes
+from tierstore.ingest.finished_files import copy_whole
 from tierstore.ingest.runs import ReportRows
 from tierstore.ingest.tasks import CopyStrings, SortedStrings, SortStrings
 from tierstore.tiers.disk.strings_file import (
@@ -109,7 +109,7 @@ def copy_strings(snapshot: Snapshot, task: CopyStrings, report: ReportRows) -> S
         for name, size, xxh3 in task.sources:
             path = folder / strings_file(task.table, task.number, len(made))
             _check_room(path, size, task.keep_free)
-            _copy(snapshot, name, size, xxh3, path)
+            copy_whole(snapshot, name, size, path, partial(_is_whole, xxh3=xxh3))
             try:
                 made.append(finished(path))
             except Corruption as error:
@@ -185,17 +185,9 @@ def _remove(folder: Path, made: Iterable[StringsFile]) -> None:
         files.remove_file(folder / of.name, durable=False)
 
 
-def _copy(snapshot: Snapshot, name: str, size: int, xxh3: str, out: Path) -> None:
-    """Copy a file durably, and read it back from the drive."""
-    with files.publish(out) as file:
-        copy_bytes(snapshot, name, size, file)
-    files.drop_from_cache(out)
-    if checksum(out) == xxh3:
-        return
-    path = snapshot.file(name)
-    if isinstance(path, ObjectPath) or checksum(path) != xxh3:
-        raise SnapshotError("is damaged; copy or build it again", file=name)
-    raise Corruption(f"{out}: what was read back differs from what was copied: do not trust this disk")
+def _is_whole(path: Path, xxh3: str) -> bool:
+    files.drop_from_cache(path)
+    return checksum(path) == xxh3
 
 
 def _entry(name: str, of: StringsFile) -> tuple[str, str, int, int]:
