@@ -52,9 +52,8 @@ def without_resolver(address: Address) -> Found | None:
     """The addresses that are known at once; None for a name."""
     if address.socket is not None:
         return [(socket.AF_UNIX, socket.SOCK_STREAM, 0, "", address.socket)]
-    host = (
-        address.host.encode() if address.host.isascii() else address.host
-    )  # of text Python imports what encodes names
+    # as bytes: for text Python imports what encodes names
+    host = address.host.encode() if address.host.isascii() else address.host
     try:
         return socket.getaddrinfo(host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
     except socket.gaierror:

@@ -1,7 +1,7 @@
 """Deltas over HTTP: `POST /admin/models/{model}/deltas`, answered by a thread of the admin pool.
 
-Apart from the admin application, whose checks of types and coroutines cost as much as a small delta; its document of
-the interface describes this path too (`admin/routes.py`).
+Apart from the admin application, which would make a small delta a third dearer; its document of the interface describes
+this path too (`admin/routes.py`).
 """
 
 from __future__ import annotations
