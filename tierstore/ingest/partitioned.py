@@ -22,7 +22,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -410,8 +409,6 @@ def _template_digest(snapshot: Snapshot) -> str:
     """Equal for templates that are written anew with the same content."""
     document = snapshot.manifest.to_document()
     document.pop("created_at", None)
-    manifest = snapshot.manifest
-    names = [*manifest.warmup.values(), *chain.from_iterable(manifest.recorded.values()), *manifest.graphs.values()]
-    parts: list[Any] = [document, [checksum(snapshot.file(name)) for name in names]]
+    parts: list[Any] = [document, [checksum(snapshot.file(name)) for name in snapshot.manifest.side_files]]
     parts += digest_parts(snapshot.golden_index(), [checksum(path) for _, path in snapshot.golden_paths()])
     return xxhash.xxh3_128_hexdigest(json.dumps(parts).encode())

@@ -1,4 +1,4 @@
-"""How a reactor answers a request over HTTP/1.1: by its plan from memory, or with a job for cold reads. See `loop.py`.
+"""Answers requests over HTTP/1.1 in a reactor: by a plan from memory, or with a job for cold reads. See `loop.py`.
 
 Kernels for the thread of one reactor.
 """

@@ -1,4 +1,4 @@
-"""How a reactor answers a gRPC look-up from memory by its plan, and begins a gRPC prediction. See `loop.py`.
+"""Answers gRPC look-ups in a reactor, by a plan from memory, and begins gRPC predictions. See `loop.py`.
 
 A request message goes in and an answer message comes out; HTTP/2 around them is in `http2.py`. Kernels for the thread of one reactor.
 """

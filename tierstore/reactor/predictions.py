@@ -1,4 +1,4 @@
-"""How a reactor begins a prediction: it looks the rows up into a block, and a thread of Python runs the graph. See `loop.py`.
+"""Begins predictions in a reactor: it looks the rows up into a block, on which a thread of Python runs the graph. See `loop.py`.
 
 The block has, in order: the head of the answer, room for the scores, what `scoring.write_table` writes, the rows, and what cold reads need where rows
 are left to them. For a table with a device tier it has the keys in place of rows, and the thread looks them up. The thread reads its inputs from the

@@ -1,4 +1,4 @@
-"""How a reactor reads requests from a connection, and goes on with answers that were not sent at once. See `loop.py`.
+"""Reads requests from a connection of a reactor, and goes on with answers that were not sent at once. See `loop.py`.
 
 Kernels for the thread of one reactor.
 """

@@ -23,7 +23,7 @@ from tierstore.formats.objects import Location, ObjectPath, size_of
 from tierstore.formats.regular import MAX_DOCUMENT_BYTES, open_regular, read_regular
 from tierstore.formats.snapshot.checksum import checksum
 from tierstore.formats.snapshot.manifest import Manifest, RelativePath
-from tierstore.formats.snapshot.reader import Snapshot, inside, location, naming, snapshot_at
+from tierstore.formats.snapshot.reader import Snapshot, inside, location, naming
 from tierstore.types import MAX_PARTITIONS, Keys, Partitions
 
 FORMAT: Literal[1] = 1
@@ -119,11 +119,11 @@ def open_source(source: str | Path, own: Partitions | None = None) -> Snapshot:
     root = location(source)
     manifest = root / BUILT_MANIFEST
     is_built = manifest.is_file() if isinstance(manifest, ObjectPath) else os.path.lexists(manifest)
-    return open_built(root, own) if is_built else snapshot_at(root)
+    return _open_built(root, own) if is_built else Snapshot.open(root)
 
 
-def open_built(root: Location, own: Partitions | None = None) -> BuiltSnapshot:
-    """Open a built version. Checks that its files exist with the right length; their rows are not read."""
+def _open_built(root: Location, own: Partitions | None) -> BuiltSnapshot:
+    """Checks that its files exist with the right length; their rows are not read."""
     content, document = _read(root, BUILT_MANIFEST)
     if "folders" in document:
         snapshot = _joined(root, content, _partitioned(document, own), own)
@@ -285,7 +285,7 @@ class BuiltSnapshot(Snapshot):
         """
         listed = [(of.name, of.bytes) for of in self.built.files] + [(of.name, of.bytes) for of in self.built.others]
         for name, expected in listed:
-            size = size_of(self._resolve(name, file_only=True))
+            size = size_of(self.file(name))
             if size != expected:
                 raise SnapshotError(f"expected {expected} bytes, found {size}; copy or build it again", file=name)
         for other in self.built.others:
@@ -325,7 +325,7 @@ class BuiltSnapshot(Snapshot):
         if name is None:
             return None
         with naming(name):
-            with open_regular(self._resolve(name, file_only=True)) as file:
+            with open_regular(self.file(name)) as file:
                 keys: Keys = np.load(file, allow_pickle=False)
             return keys
 

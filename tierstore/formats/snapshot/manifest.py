@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
+from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
 
@@ -389,6 +390,11 @@ class Manifest(_Entry):
     def recorded(self) -> dict[str, tuple[str, ...]]:
         """The paths of the recorded requests, by head."""
         return {"": self.requests} | {head: entry.requests for head, entry in self.heads.items()}
+
+    @property
+    def side_files(self) -> list[str]:
+        """The paths of all graphs, warm-up keys and recorded requests."""
+        return [*self.graphs.values(), *self.warmup.values(), *chain.from_iterable(self.recorded.values())]
 
     def with_side_files(self, name_of: Callable[[str], str]) -> Manifest:
         """The same, with `name_of` its path for the path of each graph, warm-up keys and recorded request."""

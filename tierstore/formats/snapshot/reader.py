@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -108,17 +107,7 @@ def open_snapshot(source: str | Path) -> Snapshot:
     source: a local directory (or the `snapshot.json` in it), a `file://` URL, or one of an object
     storage. Raises SnapshotError.
     """
-    return snapshot_at(location(source))
-
-
-def snapshot_at(root: Location) -> Snapshot:
-    """Open the snapshot at a place that is known to hold one."""
-    if not root.is_dir():
-        raise SnapshotError(f"{root} is not a directory: expected a snapshot, a directory with {SNAPSHOT_MANIFEST}")
-    inside(root, SNAPSHOT_MANIFEST)
-    snapshot = Snapshot(root.resolve(), Manifest.read(root / SNAPSHOT_MANIFEST))
-    snapshot.check_files()
-    return snapshot
+    return Snapshot.open(location(source))
 
 
 def inside(root: Location, name: str) -> None:
@@ -138,15 +127,23 @@ class Snapshot:
     root: Location
     manifest: Manifest
 
+    @classmethod
+    def open(cls, root: Location) -> Snapshot:
+        """As `open_snapshot`, of a place."""
+        if not root.is_dir():
+            raise SnapshotError(f"{root} is not a directory: expected a snapshot, a directory with {SNAPSHOT_MANIFEST}")
+        inside(root, SNAPSHOT_MANIFEST)
+        snapshot = Snapshot(root.resolve(), Manifest.read(root / SNAPSHOT_MANIFEST))
+        snapshot.check_files()
+        return snapshot
+
     def check_files(self) -> None:
         """Raise SnapshotError unless every file that the manifest names exists, inside the snapshot."""
         for table in self.manifest.tables:
             for shard in table.shards:
                 self._readers(table, shard)
-        for path in self.manifest.warmup.values():
-            self._resolve(path, file_only=True)
-        for path in (*self.manifest.graphs.values(), *chain.from_iterable(self.manifest.recorded.values())):
-            self._resolve(path, file_only=True)
+        for path in self.manifest.side_files:
+            self.file(path)
         self.golden_paths()
 
     def batches(self, table: str, shard_no: int, batch_rows: int = 65536) -> Iterator[RowBatch]:
@@ -222,10 +219,9 @@ class Snapshot:
                 with naming(shard.path):
                     revisions = [revision_of(file) for _, file in parts(self._resolve(shard.path))]
                 parts_of.append([(size, None if shard.xxh3 else revision) for size, revision in revisions])
-        requests = chain.from_iterable(self.manifest.recorded.values())
-        for name in (*self.manifest.graphs.values(), *self.manifest.warmup.values(), *requests):
+        for name in self.manifest.side_files:
             with naming(name):
-                parts_of.append(_revision(self._resolve(name, file_only=True)))
+                parts_of.append(_revision(self.file(name)))
         parts_of += digest_parts(self.golden_index(), [_revision(path) for _, path in self.golden_paths()])
         return xxhash.xxh3_128_hexdigest(json.dumps(parts_of).encode())
 
@@ -240,7 +236,7 @@ class Snapshot:
         name = self.manifest.warmup.get(table)
         if name is None:
             return None
-        path = self._resolve(name, file_only=True)
+        path = self.file(name)
         with naming(name):
             with open_regular(path) as file:
                 dtype, shape = npy_header(file)
@@ -255,16 +251,15 @@ class Snapshot:
 
     def side_bytes(self) -> int:
         """Bytes of its side files: dense parts, warm-up keys, recorded requests, golden examples. SnapshotError."""
-        requests = chain.from_iterable(self.manifest.recorded.values())
-        names = (*self.manifest.warmup.values(), *requests)
-        paths = [self._resolve(name, file_only=True) for name in names]
-        graphs = sum(len(self.dense_model(head) or b"") for head in self.manifest.graphs)  # weights may lie beside one
-        return graphs + sum(map(size_of, [*paths, *(path for _, path in self.golden_paths())]))
+        graphs = self.manifest.graphs
+        paths = [self.file(name) for name in self.manifest.side_files if name not in graphs.values()]
+        dense = sum(len(self.dense_model(head) or b"") for head in graphs)  # weights may lie beside one
+        return dense + sum(map(size_of, [*paths, *(path for _, path in self.golden_paths())]))
 
     def dense_path(self, head: str = "") -> Location | None:
         """The ONNX file of a head, or None if the snapshot has none."""
         name = self.manifest.graphs.get(head)
-        return None if name is None else self._resolve(name, file_only=True)
+        return None if name is None else self.file(name)
 
     def dense_model(self, head: str = "") -> bytes | None:
         """The ONNX model of a head, including weights in other files; None if there is none. Raises SnapshotError."""
@@ -276,7 +271,7 @@ class Snapshot:
 
     def request_paths(self, head: str = "") -> list[tuple[str, Location]]:
         """(name in the manifest, file) of the requests recorded for a head, in order."""
-        return [(name, self._resolve(name, file_only=True)) for name in self.manifest.recorded.get(head, ())]
+        return [(name, self.file(name)) for name in self.manifest.recorded.get(head, ())]
 
     def _golden_folder(self) -> str | None:
         """The folder of the golden examples, as names in the manifest are; None if there are none."""
@@ -290,14 +285,14 @@ class Snapshot:
             return None
         name = f"{folder}/{PurePosixPath(GOLDEN_INDEX).name}"
         with naming(name):
-            return GoldenIndex.read(self._resolve(name, file_only=True))
+            return GoldenIndex.read(self.file(name))
 
     def golden_paths(self) -> list[tuple[GoldenEntry, Location]]:
         """The golden examples and their files, in order. Raises SnapshotError."""
         index, folder = self.golden_index(), self._golden_folder()
         if index is None:
             return []
-        paths = [(entry, self._resolve(f"{folder}/{entry.path}", file_only=True)) for entry in index.examples]
+        paths = [(entry, self.file(f"{folder}/{entry.path}")) for entry in index.examples]
         if (nbytes := sum(size_of(path) for _, path in paths)) > 2 * MAX_BYTES:
             raise SnapshotError(
                 f"golden examples of {nbytes} bytes, at most {MAX_BYTES} are allowed", file=GOLDEN_INDEX
@@ -330,7 +325,7 @@ class Snapshot:
                     "got none",
                     file=shard.path,
                 )
-        return [(file, self._resolve(file, file_only=True), self._reader(entry, file)) for file in files]
+        return [(file, self.file(file), self._reader(entry, file)) for file in files]
 
     def _reader(self, entry: TableEntry, file: str) -> _Read:
         ending = PurePosixPath(file).suffix
@@ -357,7 +352,7 @@ class Snapshot:
             raise SnapshotError("leads outside the snapshot's directory", file=name)
         if path.is_dir() and not file_only:
             for part, _ in parts(path):
-                self._resolve(f"{name}/{part}", file_only=True)
+                self.file(f"{name}/{part}")
         elif not path.is_file():  # a device or a pipe would never end
             raise SnapshotError("expected a file" if path.exists() else "is missing", file=name)
         return path
