@@ -51,7 +51,7 @@ class StoreSettings(BaseModel):
     )
     overlay_budget: Size = Field(
         default_factory=default_overlay_budget,
-        description="bytes of deltas that are visible but not folded yet; above it producers get 503, and 413 for one "
+        description="bytes of deltas that are visible but not folded yet; above it producers get 429, and 413 for one "
         "that could never fit",
     )
     base: BaseKind = Field(
