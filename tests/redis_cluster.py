@@ -383,6 +383,56 @@ def raw(server: Server, *words: str) -> bytes:
     return reply if isinstance(reply, bytes) else str(reply).encode()
 
 
+# One step: the words of commands, each behind how many they are.
+_REPLACE = """
+for _, key in ipairs(KEYS) do redis.call('DEL', key) end
+local at = 1
+while at <= #ARGV do
+  local count = tonumber(ARGV[at])
+  redis.call(unpack(ARGV, at + 1, at + count))
+  at = at + count + 1
+end"""
+_FIELDS = 500  # of a hash, in one command
+Call = Callable[..., Any]  # a command to the cluster: `Cluster.call`
+
+
+def contents(call: Call, keys: Sequence[str]) -> dict[str, list[list[Any]]]:
+    """What keys hold, as the commands that write it: for `put_back`, as not all engines have DUMP and RESTORE."""
+    return {key: _commands_of(call, key) for key in keys}
+
+
+def _commands_of(call: Call, key: str) -> list[list[Any]]:
+    kind = call("TYPE", key)
+    match kind.decode() if isinstance(kind, bytes) else kind:
+        case "none":
+            return []
+        case "string":
+            return [["SET", key, call("GET", key)]]
+        case "hash":
+            words = [word for pair in call("HGETALL", key).items() for word in pair]
+            return [["HSET", key, *words[at : at + 2 * _FIELDS]] for at in range(0, len(words), 2 * _FIELDS)]
+        case "stream":
+            return _entries(call, key, "+")
+    raise AssertionError(f"{key} holds a {kind!r}")
+
+
+def _entries(call: Call, log: str, last: str) -> list[list[Any]]:
+    """The entries of a stream up to one. Kvrocks answers nil for an empty value."""
+    found = call("XRANGE", log, "-", last)
+    return [["XADD", log, at, *(word or b"" for pair in of.items() for word in pair)] for at, of in found]
+
+
+def put_back(call: Call, kept: dict[str, list[list[Any]]]) -> None:
+    """Have keys of one slot hold what they held before, in one step, as a server that has lost what came after."""
+    words = [word for commands in kept.values() for command in commands for word in (len(command), *command)]
+    call("EVAL", _REPLACE, len(kept), *kept, *words)
+
+
+def cut_log(call: Call, log: str, seq: int) -> None:
+    """Have a stream end with an entry, as if the later ones had never been."""
+    put_back(call, {log: _entries(call, log, f"{seq}-0")})
+
+
 @contextmanager
 def redis_cluster(
     *,

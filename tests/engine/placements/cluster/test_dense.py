@@ -13,7 +13,7 @@ import pytest
 import tierstore
 from tests.engine import scenes
 from tests.engine.placements.cluster.scenes import OpenNode, has_version, member
-from tests.redis_cluster import RedisCluster
+from tests.redis_cluster import RedisCluster, contents, cut_log, put_back
 from tierstore.engine.placements.cluster import ingester
 from tierstore.engine.placements.cluster.shared_model import SharedModel
 from tierstore.engine.placements.following import follower
@@ -158,8 +158,7 @@ def lose_delta_2(cluster: RedisCluster, digest: str | None) -> None:
     """Have the log end after delta 1, which has this digest, as if another server had it now."""
     connected = connect(cluster.url)
     shared = SharedModel(connected, "ctr")
-    connected.call("XDEL", shared._log, "2-0")
-    connected.call("XSETID", shared._log, "1-0")
+    cut_log(connected.call, shared._log, 1)
     words = ("seq", 1, "digest", f"1 {digest}", "mark:1", 1, "server", "0" * 40)
     connected.call("HSET", shared._current, *words)
     connected.close()
@@ -196,11 +195,10 @@ def test_a_graph_that_a_server_has_lost_comes_again_with_its_delta(open_node: Op
     a = begun(open_node, tmp_path, 1)
     shared = member(a).shared
     call, keys = shared._cluster.call, [f"{shared._base}{what}" for what in ("current", "log", "files:1", "heads:1")]
-    then = {key: call("DUMP", key) for key in keys}
+    then = contents(call, keys)
     a.apply_delta(delta(2))
     scenes.eventually(lambda: marked(a, 2), "it is in the rows", 60)
-    for key, packed in then.items():
-        call("RESTORE", key, 0, packed, "REPLACE")
+    put_back(call, then)
     scenes.eventually(lambda: shared.pointer().seq == 2, "the node puts the delta back", 60)
     scenes.eventually(lambda: marked(a, 2), "its rows are there", 60)
     assert stamp_of(open_node("b")) == 2
@@ -244,13 +242,12 @@ def test_a_graph_is_not_put_over_a_newer_one_when_a_server_has_lost_rows(
     shared = member(a).shared
     call, tag = shared._cluster.call, shared.versions()[1]["tags"][0]
     keys = [f"ts:{{{tag}}}:ctr:1{of}" for of in ("", ":item", ":user")]
-    then = {key: call("DUMP", key) for key in keys}
+    then = contents(call, keys)
     for seq in (1, 2):
         a.apply_delta(delta(seq))
     scenes.eventually(lambda: marked(a, 2), "they are in the rows", 60)
     refused = Refused(monkeypatch, 1)
-    for key, packed in then.items():
-        call("RESTORE", key, 0, packed, "REPLACE")
+    put_back(call, then)
     assert refused.happened.wait(60)  # it is applied again, and then delta 2 is
     files = shared.files(1, shared.versions()[1]["record"]["loaded_at_s"])
     assert files["dense.onnx"] == graph(2)

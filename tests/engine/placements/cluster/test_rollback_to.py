@@ -13,6 +13,7 @@ import pytest
 import tierstore
 from tests.engine import scenes
 from tests.engine.placements.cluster.scenes import OpenNode, check, has_version, member
+from tests.redis_cluster import contents, put_back
 from tierstore.engine.placements.cluster import ingester
 from tierstore.engine.placements.cluster.shared_model import MODELS, model_names
 from tierstore.engine.placements.cluster.undo import Undo
@@ -133,7 +134,7 @@ def test_a_rollback_whose_end_was_lost_undoes_the_deltas_that_came_after_it_too(
     shared = member(store).shared
     call, tag = shared._cluster.call, shared.versions()[1]["tags"][2]
     keys = [f"ts:{{{tag}}}:ctr:1{of}" for of in ("", "::before", ":item", ":user")]
-    then = {key: call("DUMP", key) for key in keys}
+    then = contents(call, keys)
     store.rollback("ctr", to_seq=5)
     expected.rolled_back(5)
     for seq in (11, 12):
@@ -141,8 +142,7 @@ def test_a_rollback_whose_end_was_lost_undoes_the_deltas_that_came_after_it_too(
     folded(store)
     expected.check(store)
     if lost != "the end":
-        for key, packed in then.items():
-            call("RESTORE", key, 0, packed, "REPLACE")
+        put_back(call, then)
         call("DEL", f"ts:{{{tag}}}:ctr:1.1")
     call("HDEL", shared._current, "undone")
     call("HINCRBY", shared._current, "generation", 1)
@@ -172,7 +172,7 @@ def test_a_rollback_goes_on_when_a_server_has_lost_what_deltas_replaced(
     for seq in range(1, 3):
         store.apply_delta(expected.delta(seq, range(seq * 10, seq * 10 + 300)))
     folded(store)
-    then = {key: call("DUMP", key) for key in keys}
+    then = contents(call, keys)
     for seq in range(3, 6):
         store.apply_delta(expected.delta(seq, range(seq * 10, seq * 10 + 300), range(900, 950)))
     folded(store)
@@ -180,8 +180,7 @@ def test_a_rollback_goes_on_when_a_server_has_lost_what_deltas_replaced(
 
     def put(self: Writer, epoch: int, seq: int, *tags: Any) -> None:
         if not fallen.is_set():
-            for key, packed in then.items():
-                call("RESTORE", key, 0, packed, "REPLACE")
+            put_back(call, then)
             call("DEL", f"ts:{{{tag}}}:ctr:1.1")
             fallen.set()
             raise tierstore.errors.StorageError("a server is gone")
