@@ -96,7 +96,7 @@ class SourceSettings(BaseModel):
         "JsonConverter; `debezium`, a change event with `before`, `after` and `op`, in `{schema, payload}` or not",
     )
     kafka_rows_gather_s: float = Field(
-        1.0, ge=0.01, le=3600, description="seconds for which rows are gathered into one delta"
+        0.5, ge=0.01, le=3600, description="seconds for which rows are gathered into one delta"
     )
     watch_snapshots: Annotated[list[Path | str], NoDecode, BeforeValidator(split_roots)] = Field(
         default_factory=list,
