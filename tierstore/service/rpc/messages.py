@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 
-from tierstore.errors import InvalidInput, Overloaded
+from tierstore.errors import InvalidInput, Overloaded, TierstoreError
 from tierstore.service.error_status import MessageTooLarge, Unserved, grpc_status, message_of
 from tierstore.service.limits.inflate import inflate
 from tierstore.service.limits.shedding import WAITS_TOO_LONG
@@ -106,6 +107,13 @@ class WireMessage:
         if len(self._data) > MOST_SHORT:
             raise MessageTooLarge(f"a message of {len(self._data)} bytes, this method takes {MOST_SHORT}")
         return self._data
+
+    def if_short(self) -> bytes:
+        """Return the bytes of a message that has failed, for its model and its id; none if decoding takes long."""
+        if self._coding is not None:
+            with suppress(TierstoreError):
+                self.short()
+        return self.plain
 
     def _decoded(self, coding: bytes, reserve: Callable[[int], None]) -> bytes:
         name, (limit, why) = coding.decode(), self._most
