@@ -558,6 +558,23 @@ def test_a_built_version_without_strings_serves_and_says_so(open_store, tmp_path
     assert not (tmp_path / "data/models/ctr/1/strings").exists()
 
 
+def test_each_table_says_why_its_own_strings_are_not_kept(open_store, tmp_path, free):
+    """A larger string_keys_size does not help a table for which the disk has no room."""
+    where, built = tmp_path / "snapshot", tmp_path / "built"
+    with tierstore.SnapshotWriter(where, model="ctr", version=1) as writer:
+        for name, count in (("long", 3000), ("short", 3)):
+            rows = writer.table(name, dim=4, key="string")
+            rows.write([f"{name}-{i}" for i in range(count)], vectors(range(count)))
+            writer.feature(name, table=name)
+    tierstore.build_snapshot(where, built, load_workers=1)
+    free.bytes = (256 << 20) + 8000
+    store = open_store(string_keys_size="2KiB", disk_reserve="256MiB")
+    store.load_snapshot(built)
+    why = store.status()["models"]["ctr"]["versions"][0]["hashes_only"]
+    assert "more than string_keys_size" in why["long"]
+    assert "no room" in why["short"]
+
+
 def test_strings_that_are_copied_at_once_find_room_together(open_store, tmp_path, free):
     built = tmp_path / "built"
     tierstore.build_snapshot(snapshot(tmp_path, values=TEXTS), built, partitions=2, load_workers=1)

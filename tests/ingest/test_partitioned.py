@@ -18,9 +18,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+import xxhash
 
 import tierstore
 from tests.collisions import family
+from tests.predict.onnx_models import linear
 from tierstore.errors import Conflict, InvalidInput, SnapshotError, StorageError, WrongPartition
 from tierstore.formats import files
 from tierstore.ingest import load_plan
@@ -256,6 +258,24 @@ build.write("item", 0, items(build, 0), key="id", vector="embedding")
 
 
 @pytest.mark.thorough
+def test_a_build_goes_on_that_the_release_before_began(tmp_path: Path) -> None:
+    """It has recorded a digest of the template: of the manifest, and of side files in this order."""
+    where, out = tmp_path / "template", tmp_path / "out"
+    with tierstore.SnapshotWriter(where, model="ctr", version=7) as writer:
+        writer.table("item", dim=8)
+        writer.feature("item_id", table="item")
+        writer.dense(linear({"item_id": [1.0] * 8}))
+        writer.warmup("item", np.arange(100))
+        writer.request({"item_id": np.arange(3)})
+    tierstore.begin_build(where, out, partitions=PARTS)
+    document = json.loads((where / "snapshot.json").read_text())
+    del document["created_at"]
+    names = [document["warmup"]["item"], *document["requests"], document["dense"]["path"]]
+    digests = [xxhash.xxh3_64_hexdigest((where / name).read_bytes()) for name in names]
+    recorded = xxhash.xxh3_128_hexdigest(json.dumps([document, digests]).encode())
+    assert json.loads((out / "_build.json").read_text())["template"] == recorded
+
+
 def test_a_task_that_is_killed_before_its_receipt_leaves_files_that_nothing_names(
     build: tierstore.PartitionedBuild, tmp_path: Path
 ) -> None:

@@ -243,7 +243,8 @@ class BulkLoad:
         too_many = sum(file.bytes for of in kept.values() for file in of.files) > most_bytes
         if too_many or any(of.missing is MissingStrings.SIZE for of in kept.values()):
             too_large = KeptStrings(missing=MissingStrings.SIZE)
-            kept = {name: of if of.missing is MissingStrings.BUILT else too_large for name, of in kept.items()}
+            others = MissingStrings.BUILT, MissingStrings.ROOM  # a larger setting would not help them
+            kept = {name: of if of.missing in others else too_large for name, of in kept.items()}
         for name, of in kept.items():
             if of.missing is not None:
                 log.warning("%s: table %s: its string keys are not kept: %s", folder, name, _LEFT_OUT[of.missing])

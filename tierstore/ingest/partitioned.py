@@ -22,6 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -409,6 +410,9 @@ def _template_digest(snapshot: Snapshot) -> str:
     """Equal for templates that are written anew with the same content."""
     document = snapshot.manifest.to_document()
     document.pop("created_at", None)
-    parts: list[Any] = [document, [checksum(snapshot.file(name)) for name in snapshot.manifest.side_files]]
+    of = snapshot.manifest
+    # in this order, which builds that are under way have recorded; that of `side_files` is another
+    names = [*of.warmup.values(), *chain.from_iterable(of.recorded.values()), *of.graphs.values()]
+    parts: list[Any] = [document, [checksum(snapshot.file(name)) for name in names]]
     parts += digest_parts(snapshot.golden_index(), [checksum(path) for _, path in snapshot.golden_paths()])
     return xxhash.xxh3_128_hexdigest(json.dumps(parts).encode())

@@ -9,7 +9,7 @@ Only a `Message` knows its protocol's encoding.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from tierstore.access.roles import NOBODY, Action, Principal
@@ -59,7 +59,10 @@ class Message(Protocol[A_co]):
 
 
 class Exchange(Generic[A]):
-    """A request of `caller` in progress; `route` chooses its version if traffic is split. One thread at a time."""
+    """A request of `caller` in progress; `route` chooses its version if traffic is split. One thread at a time.
+
+    `model_of_failed` finds the model of a message that fails before it was parsed.
+    """
 
     __slots__ = (
         "_began_ns",
@@ -67,6 +70,7 @@ class Exchange(Generic[A]):
         "_charges",
         "_ended",
         "_inference",
+        "_model_of_failed",
         "_route",
         "_service",
         "_since_ns",
@@ -76,8 +80,16 @@ class Exchange(Generic[A]):
         "spent",
     )  # fmt: skip
 
-    def __init__(self, service: Service, message: Message[A], caller: Caller, route: bytes | str | None = None) -> None:
+    def __init__(
+        self,
+        service: Service,
+        message: Message[A],
+        caller: Caller,
+        route: bytes | str | None = None,
+        model_of_failed: Callable[[], str | None] = lambda: None,
+    ) -> None:
         self._service, self.message, self.caller, self._route = service, message, caller, route
+        self._model_of_failed = model_of_failed
         self.spent = Timings()
         self._began_ns = self._since_ns = time.perf_counter_ns()
         self._charges: list[Charge] = []
@@ -128,9 +140,14 @@ class Exchange(Generic[A]):
             return
         if error.version is None:
             error.version = self._version
-        model = self.message.model
-        if model is not None and not isinstance(error, Forbidden):
+        model = None if isinstance(error, Forbidden) else self.message.model or self._late_model()
+        if model is not None:
             self._service.count_failed(model, time.perf_counter_ns() - self._began_ns, error)
+
+    def _late_model(self) -> str | None:
+        """The model of a message that was not parsed, if its caller may read it."""
+        model = self._model_of_failed()
+        return model if model is not None and self.caller.principal.may(Action.READ, model) else None
 
     # --- the steps
 

@@ -8,15 +8,18 @@ from __future__ import annotations
 import subprocess
 import sys
 import zlib
+from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.compiled import h2_session
 from tests.h2_machine import sessions
 from tests.service import http2_client as h2
-from tierstore.errors import InvalidInput, Overloaded
+from tierstore.errors import InvalidInput, Overloaded, TooLarge
 from tierstore.service.http.messages import decode_body, parsed_bytes
 from tierstore.service.rpc import oip, protobuf, tfserving
+from tierstore.service.rpc.messages import WireMessage
 from tierstore.service.rpc.protobuf import Parts, length_delimited
 from tierstore.wire.http2 import layout as http2_layout
 
@@ -132,6 +135,58 @@ LOOK_UP = h2.head("/v2/models/ctr/infer", "POST")
 LARGE = b"\x40" + h2.block([("x-large", "v" * 3900)])[1:]  # of which the table keeps a copy, as entry 62
 AGAIN = b"\xbe"
 CONNECTIONS = 64
+
+
+class Watched:
+    """A decoder of zlib that takes no more at once than a part: what it has not used it copies."""
+
+    def __init__(self, decoder: Any) -> None:
+        self._decoder = decoder
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._decoder, name)
+
+    def decompress(self, data: bytes | memoryview, most: int) -> bytes:
+        assert len(data) <= 256 << 10
+        part: bytes = self._decoder.decompress(data, most)
+        return part
+
+
+@pytest.mark.parametrize("coding", [b"gzip", b"deflate"])
+@pytest.mark.parametrize("over", ["http", "grpc"])
+def test_what_is_compressed_is_decoded_a_part_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, over: str, coding: bytes
+) -> None:
+    """Else each part copies all that follows it: the time would grow with the square of the length."""
+    noise = np.random.default_rng(1).bytes(3 << 20)
+    data = noise + bytes(3 << 20) + noise[:5]
+    coder = zlib.compressobj(1, zlib.DEFLATED, 31 if coding == b"gzip" else 15)
+    packed = coder.compress(data) + coder.flush()
+    decoder, reserved = zlib.decompressobj, list[int]()
+    monkeypatch.setattr(zlib, "decompressobj", lambda wbits: Watched(decoder(wbits)))
+
+    def decode(packed: bytes, limit: int) -> bytes:
+        if over == "grpc":
+            return WireMessage(packed, coding, limit).decode(reserved.append)
+        return bytes(decode_body(memoryview(packed), coding, limit, reserved.append))
+
+    assert decode(packed, len(data)) == data
+    assert len(data) <= sum(reserved) <= len(data) + (512 << 10)
+    with pytest.raises(TooLarge, match=f"more than the {len(data) - 1} bytes"):
+        decode(packed, len(data) - 1)
+    for cut in (0, 1, 1000, len(packed) // 2, len(packed) - 1):
+        with pytest.raises(InvalidInput, match="is cut short"):
+            decode(packed[:cut], len(data))
+    with pytest.raises(InvalidInput, match=f"is not valid {coding.decode()}"):
+        decode(packed[:-1] + bytes([packed[-1] ^ 1]), len(data))
+    if over == "grpc":
+        assert decode(packed + b"what follows", len(data)) == data
+    else:
+        assert decode(packed * 2, 2 * len(data)) == data * 2
+        small = zlib.compress(b"x")
+        assert decode(small * 16, 99) == b"x" * 16
+        with pytest.raises(InvalidInput, match="more than 16 gzip members"):
+            decode(small * 17, 99)
 
 
 def opened(fields: bytes) -> bytes:

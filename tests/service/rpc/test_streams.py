@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 
 from tests.service.conftest import settings_for
-from tests.service.fake_store import FakeStore
+from tests.service.fake_store import VERSION, FakeStore
 from tests.service.rpc.fake_stream import SomeStream
 from tests.service.scenes import items
 from tierstore.access.roles import Role
 from tierstore.access.tokens import TokenFile
+from tierstore.errors import DeadlineExceeded, Overloaded, RateLimited
 from tierstore.reactor import layout as kernel
 from tierstore.service.context import Service
 from tierstore.service.rpc import flow as flow_module
@@ -222,6 +223,91 @@ def test_rates_count_the_bytes_of_a_compressed_message_as_it_came(
     monkeypatch.setattr(service.rates, "admit", lambda _, model, nbytes: charged.append((model, nbytes)))
     assert status(answered(service, INFER, body, GZIP))[0] == "OK"
     assert charged == [(None, len(body) - 5), ("ctr", len(body) - 5)], "its caller, then its model"
+
+
+def predict_message() -> bytes:
+    wanted = message_class("tensorflow.serving.PredictRequest")()
+    wanted.model_spec.name = "ctr"
+    made: bytes = wanted.SerializeToString()
+    return made
+
+
+def refuse_all(service: Service, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RateLimited("too many", retry_after_s=1.0) if why == "rate" else Overloaded("the queue is full")
+
+    monkeypatch.setattr(*((service.rates, "admit") if why == "rate" else (service.lookup_pool, "start")), refuse)
+
+
+LONG = np.zeros(1 << 16)  # keys of a message that is short as it comes, and long once decoded
+
+
+@pytest.mark.parametrize("why", ["rate", "queue"])
+@pytest.mark.parametrize("pack", [prefixed, compressed])
+def test_a_look_up_that_is_refused_before_it_is_decoded_counts_for_its_model(
+    service: Service, monkeypatch: pytest.MonkeyPatch, pack: Callable[[bytes], bytes], why: str
+) -> None:
+    refuse_all(service, monkeypatch, why)
+    for path, message in ((INFER, keys_message()), (PREDICT, predict_message())):
+        assert status(answered(service, path, pack(message), GZIP))[0] == "RESOURCE_EXHAUSTED"
+    (error,) = errors_of_a_stream(service, SomeStream(STREAM, [GRPC, GZIP]), pack(keys_message(id="seven")))
+    assert (error.infer_response.id, bool(error.error_message)) == ("seven", True)
+    assert service.inference_stats.of("ctr", VERSION).failed == 3
+    assert service.inflight.used_bytes == 0
+
+
+def errors_of_a_stream(service: Service, stream: SomeStream, data: bytes, count: int = 1) -> list[Any]:
+    async def run() -> None:
+        calls = calls_of(service)
+        calls.opened(stream)
+        calls.data(stream, data)
+        await until(lambda: len(stream.sent) > count)
+        calls.ended(stream)
+        await until(lambda: not calls.busy)
+
+    asyncio.run(run())
+    kind = message_class("inference.ModelStreamInferResponse")
+    return [kind.FromString(sent[5:]) for sent in stream.sent[1 : 1 + count]]
+
+
+def test_a_request_of_a_stream_whose_deadline_has_passed_is_told_by_its_id(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def late(_: Any) -> None:
+        raise DeadlineExceeded("too late")
+
+    monkeypatch.setattr(service.shed, "check", late)
+    stream = SomeStream(STREAM, [GRPC, GZIP])
+    (error,) = errors_of_a_stream(service, stream, compressed(keys_message(id="seven")))
+    assert (error.infer_response.id, error.error_message) == ("seven", "too late")
+
+
+def test_what_is_refused_is_decoded_only_if_that_takes_no_time(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse_all(service, monkeypatch, "rate")
+    cut = compressed(keys_message())[:-9]
+    for body in (compressed(keys_message(LONG, id="seven")), b"\1" + prefixed(cut[5:])[1:]):
+        (error,) = errors_of_a_stream(service, SomeStream(STREAM, [GRPC, GZIP]), body)
+        assert (error.infer_response.id, error.error_message) == ("", "too many")
+        assert status(answered(service, INFER, body, GZIP)) == ("RESOURCE_EXHAUSTED", "too many")
+    assert not service.inference_stats.by_version()
+
+
+def test_what_is_refused_counts_for_no_model_that_its_caller_may_not_read(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = settings_for(tmp_path)
+    _, secret = TokenFile(settings.data / "tokens.json").create(Role.READER, models=["other"])
+    store = FakeStore(settings)
+    service = Service(store, settings)
+    try:
+        refuse_all(service, monkeypatch, "rate")
+        bearer = b"authorization", b"Bearer " + secret.encode()
+        assert status(answered(service, INFER, compressed(keys_message()), GZIP, bearer))[0] == "RESOURCE_EXHAUSTED"
+        assert not service.inference_stats.by_version()
+    finally:
+        service.close()
 
 
 @pytest.mark.parametrize(("path", "message"), [(METADATA, b"\n\2xx"), (LOAD, b"\x12\2xx")])

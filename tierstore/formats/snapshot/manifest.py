@@ -393,7 +393,7 @@ class Manifest(_Entry):
 
     @property
     def side_files(self) -> list[str]:
-        """The paths of all graphs, warm-up keys and recorded requests."""
+        """The paths of all graphs, warm-up keys and recorded requests, in the order of `Snapshot.identity`."""
         return [*self.graphs.values(), *self.warmup.values(), *chain.from_iterable(self.recorded.values())]
 
     def with_side_files(self, name_of: Callable[[str], str]) -> Manifest:

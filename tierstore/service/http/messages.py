@@ -25,6 +25,7 @@ from tierstore.access.roles import NOBODY, Principal
 from tierstore.errors import InvalidInput, SequenceGap, TooLarge, Unauthorized
 from tierstore.service.error_status import HttpError, as_text, http_status, message_of, retry_after
 from tierstore.service.limits import slow_clients
+from tierstore.service.limits.inflate import inflate
 from tierstore.service.limits.shedding import Caller
 from tierstore.service.limits.worker_pool import Reservation
 from tierstore.wire.http1.date import DATE_PLACE
@@ -39,7 +40,6 @@ Fields = Sequence[tuple[bytes, bytes]]
 JSON = b"application/json"
 _AUTO_DETECT = 47  # zlib's wbits for gzip and zlib streams alike
 _MAX_MEMBERS = 16  # of a gzip body
-_PART_BYTES = 64 << 10  # of a compressed body that are read, and of their decoded form, at a time
 _SMALL_JSON = 64 << 10  # parsing so little JSON takes less than a thread needs anyway
 _ACCEPTED = {b"gzip": 31, b"deflate": 15}
 _REFUSED = re.compile(rb"q\s*=\s*0(?:\.0*)?")
@@ -289,31 +289,17 @@ def decode_body(body: memoryview, coding: bytes, limit: int, reserve: Callable[[
         return body
     if coding not in (b"gzip", b"x-gzip", b"deflate"):
         raise HttpError(415, f"Content-Encoding {coding[:40]!r} is not known; use gzip or deflate")
-    decoded, reserved, position = bytearray(), 0, 0
-    remaining: bytes | memoryview = b""
     try:
-        for _ in range(_MAX_MEMBERS):
-            stream = zlib.decompressobj(_AUTO_DETECT)
-            while not stream.eof:
-                if not remaining:
-                    remaining = body[position : position + _PART_BYTES]
-                    position += len(remaining)
-                if reserved < len(decoded) + _PART_BYTES:
-                    reserve(_PART_BYTES)
-                    reserved += _PART_BYTES
-                part = stream.decompress(remaining, _PART_BYTES)
-                if not part and not remaining and not stream.eof:
-                    raise InvalidInput(f"the {coding.decode()} body is cut short")
-                decoded += part
-                if len(decoded) > limit:
-                    raise TooLarge(f"the decoded body has more than the {limit} bytes that are allowed (max_request)")
-                remaining = stream.unconsumed_tail
-            remaining = stream.unused_data
-            if not remaining and position == len(body):
-                return memoryview(decoded)
-        raise InvalidInput(f"the body is made of more than {_MAX_MEMBERS} gzip members")
+        decoded, read = inflate(body, _AUTO_DETECT, limit, reserve, members=_MAX_MEMBERS)
+    except EOFError:
+        raise InvalidInput(f"the {coding.decode()} body is cut short") from None
     except zlib.error as error:
         raise InvalidInput(f"the body is not valid {coding.decode()}: {error}") from error
+    if len(decoded) > limit:
+        raise TooLarge(f"the decoded body has more than the {limit} bytes that are allowed (max_request)")
+    if read < len(body):
+        raise InvalidInput(f"the body is made of more than {_MAX_MEMBERS} gzip members")
+    return memoryview(decoded)
 
 
 def decoded(body: memoryview, headers: Headers, limit: int, holding: Reservation) -> memoryview:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 
-from tierstore.errors import InvalidInput, Overloaded
+from tierstore.errors import InvalidInput, Overloaded, TierstoreError
 from tierstore.service.error_status import MessageTooLarge, Unserved, grpc_status, message_of
+from tierstore.service.limits.inflate import inflate
 from tierstore.service.limits.shedding import WAITS_TOO_LONG
 from tierstore.service.reactor.hpack import encode_head
 
@@ -32,8 +34,7 @@ IDLE = "this stream was idle, and another one needed its place; open it again"
 MOST_DETAILS = 2048  # bytes of a status' text; up to three times as many once encoded
 ACCEPTED = (b"grpc-accept-encoding", b"identity,deflate,gzip")
 _CODINGS = {b"gzip": 31, b"deflate": 15}  # with zlib's wbits
-_STEP_BYTES = 256 << 10  # decoded at a time
-MOST_SHORT = _STEP_BYTES  # the most bytes of a message that the event loop itself reads
+MOST_SHORT = 256 << 10  # the most bytes of a message that the event loop itself reads
 
 
 def prefixed(message: bytes) -> bytes:
@@ -107,22 +108,24 @@ class WireMessage:
             raise MessageTooLarge(f"a message of {len(self._data)} bytes, this method takes {MOST_SHORT}")
         return self._data
 
+    def if_short(self) -> bytes:
+        """Return the bytes of a message that has failed, for its model and its id; none if decoding takes long."""
+        if self._coding is not None:
+            with suppress(TierstoreError):
+                self.short()
+        return self.plain
+
     def _decoded(self, coding: bytes, reserve: Callable[[int], None]) -> bytes:
-        name, message, (limit, why) = coding.decode(), self._data, self._most
-        stream, pieces, size = zlib.decompressobj(_CODINGS[coding]), [], 0
+        name, (limit, why) = coding.decode(), self._most
         try:
-            while not stream.eof:
-                reserve(_STEP_BYTES)
-                pieces.append(stream.decompress(message, _STEP_BYTES))
-                message = stream.unconsumed_tail
-                size += len(pieces[-1])
-                if size > limit:
-                    raise MessageTooLarge(f"a message decodes to more than the {limit} bytes that {why}")
-                if not pieces[-1] and not message and not stream.eof:
-                    raise InvalidInput(f"a message in {name} is cut short")
+            decoded, _ = inflate(memoryview(self._data), _CODINGS[coding], limit, reserve)
+        except EOFError:
+            raise InvalidInput(f"a message in {name} is cut short") from None
         except zlib.error as error:
             raise InvalidInput(f"a message is not valid {name}: {error}") from error
-        return b"".join(pieces)
+        if len(decoded) > limit:
+            raise MessageTooLarge(f"a message decodes to more than the {limit} bytes that {why}")
+        return bytes(decoded)
 
 
 class Messages:

@@ -51,8 +51,15 @@ class MessageStream(Protocol):
         """Have `ended` called when the stream has ended, in any way."""
 
 
+class RpcMessage(Message[bytes], Protocol):
+    """A look-up over gRPC, whose message may say its model only once it is decoded."""
+
+    def model_of_failed(self) -> str | None:
+        """The model of a message that has failed; None if it is long, or names none."""
+
+
 Unary: TypeAlias = Callable[[bytes, RpcCaller], bytes]
-Receive: TypeAlias = Callable[[WireMessage, RpcCaller, Reservation], Message[bytes]]  # of a look-up
+Receive: TypeAlias = Callable[[WireMessage, RpcCaller, Reservation], RpcMessage]  # of a look-up
 Streamed: TypeAlias = Callable[[WireMessage, MessageStream], None]  # of one message of a stream, on the event loop
 # Called, on any thread, with the answer to a look-up or its error; where its time went; what it holds until the answer
 # was sent.
@@ -121,7 +128,8 @@ def look_up(
 
     try:
         holding.reserve(len(message))
-        exchange = Exchange(service, receive(message, caller, holding), caller.waiting, caller.request_id)
+        received = receive(message, caller, holding)
+        exchange = Exchange(service, received, caller.waiting, caller.request_id, received.model_of_failed)
         exchange.admit(failed)
         service.lookup_pool.start(ended, exchange.answer, caller=caller.waiting)
     except Exception as error:  # noqa: BLE001 - the last place where an error can still be answered

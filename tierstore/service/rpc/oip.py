@@ -74,6 +74,9 @@ class InferMessage:
         self.model = first_text(message.plain)
         self.version: int | str | None = None
 
+    def model_of_failed(self) -> str | None:
+        return first_text(self._message.if_short())
+
     @property
     def timeout_us(self) -> int | None:
         return self._parsed.timeout_us
@@ -196,7 +199,7 @@ class InferenceService:
             if answer is None:
                 assert error is not None
                 accounts.failed(caller, error)
-                framed = _stream_error(message.plain, error)
+                framed = _stream_error(message.if_short(), error)
             else:
                 accounts.answered(caller, spent)
                 framed = _stream_answer(answer)

@@ -68,6 +68,9 @@ class PredictMessage:
         self.model = first_text(first_field(message.plain))
         self.version: int | str | None = None
 
+    def model_of_failed(self) -> str | None:
+        return first_text(first_field(self._message.if_short()))
+
     def parse(self) -> None:
         message = self._message.decode(self._holding.reserve)
         self._holding.reserve(parsed_bytes(message, _PARSED_TIMES, _CONTENT))

@@ -121,7 +121,7 @@ class Cluster:
         return found
 
     def tags(self, per_master: int) -> list[bytes]:
-        """Tags for a new version, `per_master` of them on each master; see `layout.choose_tags`."""
+        """Tags for a new version, `per_master` of them on each master; see `redis_keys.choose_tags`."""
         self.refresh()
         if missing := SLOTS - len(self._topology):
             raise RemoteUnavailable(
