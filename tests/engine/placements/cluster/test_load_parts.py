@@ -21,7 +21,8 @@ from tests.engine import scenes
 from tests.engine.placements.cluster.scenes import OpenNode, check, has_version, member
 from tests.mounts import ROOT, needs_mounts
 from tests.redis_cluster import RedisCluster, end_with_parent
-from tierstore.engine.placements.cluster import target
+from tierstore.engine.placements.cluster import shared_load, target
+from tierstore.engine.placements.cluster.shared_load import SharedLoad
 from tierstore.engine.placements.cluster.target import ClusterTarget
 from tierstore.engine.store import Store
 from tierstore.formats import files
@@ -167,6 +168,56 @@ def test_two_nodes_that_begin_a_load_in_the_same_moment_share_it(
         assert [load.result(120) for load in loads] == [1, 1]
     assert sorted(part for _, part in written) == [*range(PARTS)]
     for store in stores:
+        check_all(store)
+
+
+def test_a_part_that_another_node_has_ended_since_it_was_missing_is_not_written_again(
+    open_node: OpenNode, built: Path, written: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = open_node("a"), open_node("b")
+    claim_part, looked, go_on = SharedLoad.claim_part, threading.Event(), threading.Event()
+
+    def claim_late(self: SharedLoad, part: int | str) -> bool:
+        if threading.current_thread().name.startswith("late") and isinstance(part, int):
+            looked.set()
+            assert go_on.wait(60)
+        return claim_part(self, part)
+
+    monkeypatch.setattr(SharedLoad, "claim_part", claim_late)
+    with ThreadPoolExecutor(1) as threads, ThreadPoolExecutor(1, thread_name_prefix="late") as late:
+        other = late.submit(b.load_snapshot, built)
+        assert looked.wait(60)
+        load = threads.submit(a.load_snapshot, built)
+        scenes.eventually(lambda: 0 in [part for _, part in written], "the first part is there", 60)
+        go_on.set()
+        assert [load.result(120), other.result(120)] == [1, 1]
+    assert sorted(part for _, part in written) == [*range(PARTS)]
+    check_all(b)
+
+
+def test_a_node_that_was_late_with_a_part_goes_on_with_what_another_one_has_ended(
+    open_node: OpenNode, built: Path, written: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = open_node("a"), open_node("b")
+    monkeypatch.setattr(shared_load, "CLAIM_S", 1.0)
+    upload, began, go_on = ClusterTarget._upload, threading.Event(), threading.Event()
+
+    def upload_late(self: ClusterTarget, *words: Any) -> None:
+        if threading.current_thread().name.startswith("late"):
+            began.set()
+            assert go_on.wait(60)
+        upload(self, *words)
+
+    monkeypatch.setattr(ClusterTarget, "_upload", upload_late)
+    with ThreadPoolExecutor(1, thread_name_prefix="late") as late:
+        load = late.submit(b.load_snapshot, built)
+        assert began.wait(60)
+        assert a.load_snapshot(built, activate=False) == 1
+        go_on.set()
+        assert load.result(120) == 1
+    assert sorted(part for _, part in written) == [*range(PARTS)]
+    for store in (a, b):
+        scenes.eventually(lambda store=store: has_version(store, 1), "it serves", 60)  # type: ignore[misc]
         check_all(store)
 
 

@@ -259,7 +259,15 @@ class ClusterTarget:
                 missing: list[int | str] = [part for part in range(count) if part not in done.parts]
                 mine = next((part for part in missing or [FINISH] if load.claim_part(part)), None)
                 if isinstance(mine, int):
-                    self._write_part(writer, mine, build, where, snapshot, progress)
+                    if mine in load.state().parts:  # since it was missing, another node has written it
+                        load.release_part(mine)
+                        continue
+                    try:
+                        self._write_part(writer, mine, build, where, snapshot, progress)
+                    except Conflict:
+                        # its claim was over, and another node has written it and ended the load
+                        if mine not in load.state().parts and self._shared.version(number)["state"] != READY:
+                            raise
                 elif mine is not None and (short := self._short(writer, done)):
                     log.warning(
                         "model %s: version %d: a server has lost rows that were written; what it lacks is written "
