@@ -229,6 +229,7 @@ def test_a_model_from_a_backup_has_missed_what_came_since(scene: RowScene, clock
     scene.close()
     shutil.copytree(model, tmp_path / "backup", symlinks=True)
     start(scene)
+    scene.is_in("caught up")
     clock.ahead_s = 0.0
     scene.row(3, 30.0)
     scene.expect(3, 30.0)
