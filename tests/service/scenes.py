@@ -34,10 +34,13 @@ def write_snapshot(
     shift: float = 0.0,
     delta_seq: int = 0,
     dense: bytes | None = None,
+    created_at: float | None = None,
 ) -> Path:
-    """The model of `fake_store`, every value `shift` higher."""
+    """The model of `fake_store`, every value `shift` higher. created_at: seconds since 1970."""
     where = root / f"{model}-{version}"
-    with tierstore.SnapshotWriter(where, model=model, version=version, delta_seq=delta_seq) as writer:
+    with tierstore.SnapshotWriter(
+        where, model=model, version=version, delta_seq=delta_seq, created_at=created_at
+    ) as writer:
         item = writer.table("item", dim=TABLES["item"].dim, default=row("item", DEFAULT).tolist())
         item.write(np.array(list(ITEMS), np.int64), rows("item", [value + shift for value in ITEMS.values()]))
         user = writer.table("user", dim=TABLES["user"].dim, key="string")

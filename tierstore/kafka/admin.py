@@ -24,7 +24,7 @@ class TopicAdmin:
         self._kafka = client.confluent_kafka()
         # the consumer beside it logs the same
         self._properties = {**options, "bootstrap.servers": brokers, "log_level": 0}
-        self._topic = topic
+        self._brokers, self._topic = brokers, topic
         self._asked: Future[Any] | None = None
 
     @cached_property
@@ -50,8 +50,8 @@ class TopicAdmin:
         return "" if found == _NO_ID else found
 
     def deletions_kept_s(self, timeout_s: float) -> float | None:
-        """For how long a deletion stays in a compacted topic; None for another topic, and where the brokers do not say
-        it (no right to describe its settings).
+        """For how long a deletion stays in a compacted topic; None for another topic, and where the brokers never say
+        it (no right to describe its settings). Unreachable if they do not answer now.
         """
         topic = self._kafka.admin.ConfigResource(self._kafka.admin.ResourceType.TOPIC, self._topic)
         try:
@@ -59,7 +59,19 @@ class TopicAdmin:
             if "compact" not in found["cleanup.policy"].value.split(","):
                 return None
             return int(found["delete.retention.ms"].value) / 1000
-        except (self._kafka.KafkaException, TimeoutError, KeyError, AttributeError, ValueError):
+        except self._kafka.KafkaException as error:
+            codes = self._kafka.KafkaError
+            if error.args[0].code() in (
+                codes.TOPIC_AUTHORIZATION_FAILED,
+                codes.CLUSTER_AUTHORIZATION_FAILED,
+                codes.UNSUPPORTED_VERSION,
+                codes._UNSUPPORTED_FEATURE,
+            ):
+                return None
+            raise client.unreachable(self._brokers, error) from error
+        except TimeoutError as error:
+            raise client.unreachable(self._brokers, f"no answer in {2 * timeout_s:.0f} s") from error
+        except (KeyError, AttributeError, ValueError):
             return None
 
     def ends(self, partitions: Iterable[int], timeout_s: float, *, committed: bool) -> dict[int, int | str]:

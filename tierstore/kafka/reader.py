@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from tierstore.errors import NotFound
+from tierstore.errors import NotFound, Unreachable
 from tierstore.kafka import client
 from tierstore.kafka.admin import TopicAdmin
 from tierstore.kafka.messages import KafkaMessage
@@ -47,6 +47,7 @@ class _Stood(NamedTuple):
 
     since_s: float
     why: str
+    is_held_back: bool  # by a transaction that is open
 
 
 class TopicReader:
@@ -216,16 +217,17 @@ class TopicReader:
         """Partition → the oldest offset that the broker has."""
         return {partition: self._watermarks(partition, cached=False)[0] for partition in self.positions}
 
-    def deletions_gone_since(self, positions: Mapping[int, int], seconds: float) -> float | None:
-        """For how long deletions stay in the topic, if that is shorter than so many seconds and there is something
-        behind `positions`; else None.
-        """
-        kept_s = self._admin.deletions_kept_s(LOOK_TIMEOUT_S)
-        if kept_s is None or kept_s >= seconds:
-            return None
-        # the topic may have other partitions than those of `positions`
-        behind = any(self._watermarks(one, cached=False)[1] > positions.get(one, 0) for one in self.positions)
-        return kept_s if behind else None
+    def deletions_kept_s(self) -> float | None:
+        """For how long deletions stay in the topic, see `TopicAdmin`. Unreachable if the brokers do not answer now."""
+        return self._admin.deletions_kept_s(LOOK_TIMEOUT_S)
+
+    def may_have_more(self, positions: Mapping[int, int]) -> bool:
+        """Whether something is behind these positions, or may be: a partition without a leader cannot be asked."""
+        try:
+            # the topic may have other partitions than those of `positions`
+            return any(self._watermarks(one, cached=False)[1] > positions.get(one, 0) for one in self.positions)
+        except Unreachable:
+            return True
 
     def at_time(self, timestamp_ms: int) -> dict[int, int]:
         """Partition → the first offset at that time or later; the end where there is none."""
@@ -268,18 +270,32 @@ class TopicReader:
     def _note(self, partition: int, now_s: float, error: str | None, stable: int | str | None) -> None:
         """Nothing was read of a partition since the look before. stable: where the first open transaction begins."""
         position = self.positions[partition]
-        more = self._ends.get(partition, 0) - position
+        more, is_held_back = self._ends.get(partition, 0) - position, False
         if self._paused or (error is None and more <= 0):
             self._stood.pop(partition, None)
             return
         if error is not None:
             why = f"the brokers do not say what is there: {error}"
         elif isinstance(stable, int) and stable <= position:
+            is_held_back = True
             why = f"a transaction is open since offset {stable}, and {more} messages wait until it ends"
         else:
             why = f"{more} messages more are there"
         since_s = self._stood[partition].since_s if partition in self._stood else now_s
-        self._stood[partition] = _Stood(since_s, why)
+        self._stood[partition] = _Stood(since_s, why, is_held_back)
+
+    @property
+    def stands(self) -> bool:
+        """Whether a partition has more than was read of it for a while, or does not say: it may have no leader, or the
+        right to read it is gone. What a transaction holds back nobody can read, and no deletion in it goes.
+        """
+        now_s = time.monotonic()
+        return any(
+            not stood.is_held_back
+            and now_s - stood.since_s >= STANDS_S
+            and self._looked_at.get(one) == self.positions.get(one)
+            for one, stood in self._stood.items()
+        )
 
     def standing(self) -> str | None:
         """What stands still though nobody has paused it, as `look` has found."""

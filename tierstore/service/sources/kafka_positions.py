@@ -45,8 +45,9 @@ class Positions:
         self.saved: dict[int, int] = {}
         self.models: set[str] = set()
         self.seq = 0  # the newest of the model's log when the record was written, if it is of one model
-        self.written_s = 0.0  # when the record was, by `time.time`; 0 if that is not known
+        self.written_s = 0.0  # up to when the topic was read for the positions, by `time.time`; 0 if not known
         self.missed: dict[str, Any] | None = None  # deletions that are not to be had any more, see `kafka_rows.py`
+        self._is_noted = True  # whether the record has `missed`
 
     def load(self, topic: Topic, origins: Mapping[str, Origin | None]) -> bool:
         """Read what is known of a topic; `origins` are the newest ones, by model. False if nothing is."""
@@ -56,6 +57,7 @@ class Positions:
         self._recorded_id = str(record.get("topic_id", ""))
         self.epoch = int(record.get("epoch", 0))
         self.models = set(record["models"]) if is_here else set()
+        self.missed = record.get("missed")  # of what is served, whatever topic goes on
         newer = [one for model, one in origins.items() if model in self.models and one and self._counts(one)]
         ids = [str(one["topic_id"]) for one in (record, *newer) if one.get("topic_id")] if is_here else []
         self.made_anew = any(self._is_other(one) for one in ids)
@@ -66,7 +68,7 @@ class Positions:
             return False
         self.topic_id = self.topic_id or next(iter(ids), "")
         self.seq = int(record.get("seq", 0))
-        self.written_s, self.missed = float(record.get("written_s", 0)), record.get("missed")
+        self.written_s = max(float(one.get("written_s", 0)) for one in (record, *newer))
         self.saved = {int(partition): int(offset) for partition, offset in record["positions"].items()}
         for origin in newer:
             for partition, offset in origin["resume"].items():
@@ -84,6 +86,7 @@ class Positions:
         if self.made_anew:
             return False
         self.saved = {int(partition): int(offset) for partition, offset in origin["resume"].items()}
+        self.written_s = float(origin.get("written_s", 0))  # of the entry: a record of later speaks of another log
         return True
 
     def _is_other(self, topic_id: str) -> bool:
@@ -117,19 +120,27 @@ class Positions:
             "resume": {str(one): offset for one, offset in resume.items()},
         }
 
+    def note_missed(self, missed: dict[str, Any]) -> None:
+        """Have the next record say it."""
+        self.missed, self._is_noted = missed, False
+
     def save(
-        self, positions: Mapping[int, int], models: Iterable[str], *, new_epoch: bool = False, read: bool = True
+        self,
+        positions: Mapping[int, int],
+        models: Iterable[str],
+        *,
+        new_epoch: bool = False,
+        read_s: float | None = None,
+        oldest_s: float = OLDEST_S,
     ) -> None:
-        """Make a record durable. With `new_epoch` no earlier record counts any more. `read`: whether the topic is read
-        now, so that the record is as old as what was read last.
+        """Make a record durable. With `new_epoch` no earlier record counts any more. `read_s`: up to when the topic was
+        read for these positions, now if it is None; a record that is older by `oldest_s` is written again.
         """
         epoch, wanted = self.epoch + new_epoch, set(models)
-        is_old = read and time.time() - self.written_s >= OLDEST_S
-        is_recorded = self._recorded_id == self.topic_id and not is_old
+        written_s = time.time() if read_s is None else read_s
+        is_recorded = self._recorded_id == self.topic_id and self._is_noted and written_s - self.written_s < oldest_s
         if not new_epoch and is_recorded and self.saved == positions and self.models == wanted:
             return
-        if read or new_epoch:
-            self.written_s = time.time()
         files.make_dir(self._path.parent)
         files.publish_record(
             self._path,
@@ -141,9 +152,10 @@ class Positions:
                 "positions": {str(partition): offset for partition, offset in positions.items()},
                 "models": sorted(wanted),
                 "seq": self.seq,
-                "written_s": self.written_s,
+                "written_s": written_s,
                 **({} if self.missed is None else {"missed": self.missed}),
             },
         )
         self.epoch, self.saved, self.models = epoch, dict(positions), wanted
+        self.written_s, self._is_noted = written_s, True
         self._recorded_id = self.topic_id

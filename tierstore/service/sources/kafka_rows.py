@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 from prometheus_client.core import Metric
 
@@ -47,6 +48,7 @@ logger = logging.getLogger(__name__)
 BATCH = 2048  # messages that are read at a time
 _SHORT, _LONG = 32, 512  # messages to read, and rows to handle, in about half a millisecond
 PENDING_BYTES = 64 << 20  # of rows that wait to become a delta, at most
+ASK_S = 60.0  # between questions for how long deletions stay, until the brokers answer
 MOST_PARKED = 1000  # messages of a topic: beyond it the fault is not a single row's
 
 
@@ -61,12 +63,22 @@ class _Attempt:
     origin: dict[str, Any]
 
 
+class _Absence(NamedTuple):
+    """From when to when nobody read the topic for a model, and the positions behind which it was read again."""
+
+    from_s: float
+    to_s: float
+    positions: dict[int, int]
+
+
 @dataclass(slots=True)
 class _Followed:
     """A model whose rows are read."""
 
     positions: Positions
     skip: dict[int, int]  # partition → the offset before which its rows are in the log already
+    read_s: float  # up to when the topic was read, by `time.time`; 0 if that is not known
+    absence: _Absence | None = None  # of which the brokers have not said yet whether it matters
     pending: list[Row] = field(default_factory=list)
     nbytes: int = 0
     first_s: float = 0.0  # when the first of them was read
@@ -88,7 +100,9 @@ class RowTopic:
         self._models: dict[str, _Followed] = {}
         self._why: dict[str, str] = {}  # model → why its rows cannot be applied now
         self._resume_s = self._saved_s = self._maintained_s = 0.0
-        self._stands = False  # whether nothing is read
+        self._stands = True  # whether nothing is read
+        self._kept_s: float | None = None  # for how long deletions stay in the topic; None if that is not known yet
+        self._asked_s = 0.0  # when the brokers were asked for it
         name = f"tierstore-rows-{route.topic}"[:60]
         self._thread = TopicThread(name, settings, route.topic, self.stats.topic, self, BATCH)
         self.stopping = self._thread.stopping
@@ -108,13 +122,14 @@ class RowTopic:
 
     def begin(self, reader: TopicReader, topic: Topic) -> None:
         """Read on behind the content of the models' logs; rows that waited are read again."""
-        self._found, self._stands = topic, False
+        self._found, self._stands, self._kept_s = topic, True, None
         reader.positions = dict.fromkeys(topic.partitions, 0)
         before, self._models = self._models, {}
         begins = [self._adopt(model, last) for model, last in self._logs().items()]
         for model, of in self._models.items():
             if of.positions.made_anew and model in before:  # nobody else has them any more
-                of.pending, of.nbytes, of.attempt = before[model].pending, before[model].nbytes, before[model].attempt
+                old = before[model]
+                of.pending, of.nbytes, of.first_s, of.attempt = old.pending, old.nbytes, old.first_s, old.attempt
         reader.assign({one: min((begin.get(one, 0) for begin in begins), default=0) for one in topic.partitions})
         self.stats.topic.connected()
 
@@ -123,10 +138,9 @@ class RowTopic:
         waiting = time.monotonic() < self._resume_s
         paused = waiting or not self._models or self._too_many_parked() or self._is_full()
         reader.pause(paused)
+        before = dict(reader.positions)
         messages = reader.poll(min(POLL_S, self._settings.kafka_rows_gather_s))
-        stood, self._stands = self._stands, paused or reader.problem is not None
-        if stood and not self._stands:
-            self._note_absence()
+        self._note_whether_read(paused or reader.problem is not None or reader.stands, before)
         if reader.went_back:
             self._begin_anew(reader.went_back)
         # when it lags behind it keeps up with the topic rather than wait for requests
@@ -261,7 +275,10 @@ class RowTopic:
         data = make_delta(model.name, last + 1, parts, max(row.event_ms for row in rows))
         if len(data) > self._settings.max_delta and len(rows) > 1:
             raise TooLarge(f"{len(rows)} rows make a delta of {len(data)} bytes (max_delta)")
-        origin = of.positions.origin(self._needed(of, of.pending[len(rows) :]), rows=len(rows))
+        waiting = of.pending[len(rows) :]
+        origin = of.positions.origin(
+            self._needed(of, waiting), rows=len(rows), written_s=self._read_upto_s(of, waiting)
+        )
         return _Attempt(last + 1, data, digest_of(data), rows, dict(origin))
 
     @staticmethod
@@ -280,13 +297,24 @@ class RowTopic:
                 needed[message.partition] = min(message.offset, needed[message.partition])
         return needed
 
+    @staticmethod
+    def _read_upto_s(of: _Followed, waiting: Sequence[Row]) -> float:
+        """Up to when the topic was read for what `_needed` says: a deletion that waits is as good as not read."""
+        read_s = (of.read_s or time.time()) if of.absence is None else of.absence.from_s
+        return min(read_s, time.time() - (time.monotonic() - of.first_s)) if waiting else read_s
+
     # --- periodic work
 
     def _maintain(self) -> None:
         now, reader = time.monotonic(), self._thread.reader
         self._follow_models()
+        if now - self._asked_s >= ASK_S and self._is_to_ask():
+            self._judge_absences()
         if now - self._saved_s >= SAVE_S:
-            self.save()
+            try:
+                self._save(OLDEST_S if self._kept_s is None else min(OLDEST_S, self._kept_s / 4))
+            except StorageError as error:
+                self._wait(error)
             reader.commit(
                 {one: min(n[one] for n in self._all_needed()) for one in reader.positions} if self._models else {}
             )
@@ -299,12 +327,16 @@ class RowTopic:
         return [self._needed(of, of.pending) for of in self._models.values()]
 
     def save(self) -> None:
-        """Record each model's positions."""
+        """Record each model's positions, and that they are of now."""
+        self._save(0.0)
+
+    def _save(self, oldest_s: float) -> None:
         self._saved_s = time.monotonic()
         for model, last in self._logs().items():
             if (of := self._models.get(model)) is not None:
                 of.positions.seq = last
-                of.positions.save(self._needed(of, of.pending), [model], read=not self._stands)
+                read_s = self._read_upto_s(of, of.pending)
+                of.positions.save(self._needed(of, of.pending), [model], read_s=read_s, oldest_s=oldest_s)
 
     def _logs(self) -> dict[str, int]:
         """By model whose rows may come, the newest seq of its log."""
@@ -317,47 +349,80 @@ class RowTopic:
         positions = Positions(self._store.root.kafka_rows(self._topic, model), self._topic, source)
         origin = self._store.model(model).log.newest_origin(source)
         is_on_record = positions.load(self._found, {model: origin}) and positions.seq <= last
+        read_s = 0.0
         if is_on_record or positions.adopt(origin):
             begin = {one: positions.saved.get(one, 0) for one in reader.positions}
             note_gone(reader, self._found, positions.saved)
-            self._note_missed(model, positions)
+            read_s = positions.written_s
         elif positions.made_anew:
             begin = reader.beginning()
         else:
             begin = far_back(reader, self._settings)
         positions.seq = last
         if not is_on_record:
-            positions.save(begin, [model], new_epoch=True)
-        self._models[model] = _Followed(positions, dict(begin))
+            positions.save(begin, [model], new_epoch=True, read_s=read_s or None)
+        self._models[model] = _Followed(positions, dict(begin), read_s)
         return begin
 
-    def _note_absence(self) -> None:
-        """The topic is read again, after it was not for a while."""
-        for model, of in self._models.items():
-            if time.time() - of.positions.written_s >= OLDEST_S:
-                self._note_missed(model, of.positions)
-
-    def _note_missed(self, model: str, positions: Positions) -> None:
-        """Note that deletions may have come and gone while nobody read the topic. A version that is loaded later has
-        them.
-        """
-        now_s, written_s = time.time(), positions.written_s
-        if not written_s:
+    def _note_whether_read(self, stands: bool, before: dict[int, int]) -> None:
+        """Note up to when the topic was read, and how long it was not if it is again. before: the positions then."""
+        stood, self._stands = self._stands, stands
+        if stands:
             return
-        kept_s = self._thread.reader.deletions_gone_since(positions.saved, now_s - written_s)
-        if kept_s is not None:
-            positions.missed = {"from_s": written_s, "to_s": now_s, "kept_s": kept_s}
-            logger.warning("kafka: %s", self._missed_text(model, None, positions.missed))
+        now_s = time.time()
+        if stood:
+            shortest_s = 0.0 if self._kept_s is None else min(OLDEST_S, self._kept_s)
+            for of in self._models.values():
+                from_s, behind = of.read_s, {one: max(at, of.skip.get(one, 0)) for one, at in before.items()}
+                if of.absence is not None:  # one more, before the brokers have answered
+                    from_s, behind = of.absence.from_s, of.absence.positions
+                if from_s and now_s - from_s >= shortest_s:
+                    of.absence = _Absence(from_s, now_s, behind)
+            if self._is_to_ask():
+                self._judge_absences()
+        for of in self._models.values():
+            of.read_s = now_s
+
+    def _is_to_ask(self) -> bool:
+        return self._kept_s is None or any(of.absence is not None for of in self._models.values())
+
+    def _judge_absences(self) -> None:
+        """Note where deletions may have come and gone while nobody read the topic. Where the brokers do not answer they
+        are asked again later.
+        """
+        self._asked_s, reader = time.monotonic(), self._thread.reader
+        try:
+            kept_s = reader.deletions_kept_s()
+        except Unreachable as error:
+            logger.info("kafka: %s: how long deletions stay is asked again: %s", self._topic, error)
+            return
+        self._kept_s = math.inf if kept_s is None else kept_s
+        for model, of in self._models.items():
+            absence, of.absence = of.absence, None
+            if absence is None or absence.to_s - absence.from_s <= self._kept_s:
+                continue
+            if reader.may_have_more(absence.positions):
+                missed = {"from_s": absence.from_s, "to_s": absence.to_s, "kept_s": self._kept_s}
+                logger.warning("kafka: %s", self._missed_text(model, None, missed))
+                of.positions.note_missed(missed)
+                try:
+                    of.positions.save(of.positions.saved, [model], read_s=absence.to_s)
+                except StorageError as error:  # the next record has it
+                    self._wait(error)
 
     def _missed_deletions(self) -> Iterator[str]:
-        """What was noted of models that serve a version of before."""
+        """What was noted of models that serve data of before: deletions since are in the topic, or in the data."""
         for model, of in self._models.items():
             missed = of.positions.missed
             with contextlib.suppress(NotFound):  # dropped meanwhile
                 held = self._store.model(model)
                 active = held.active_version
                 info = None if active is None else held.catalogue.get(active)
-                if missed is not None and info is not None and info.loaded_at_s < missed["to_s"]:
+                if missed is None or info is None:
+                    continue
+                made = info.manifest.created_at
+                made_s = info.loaded_at_s if made is None else made.timestamp()
+                if made_s < missed["to_s"] - missed["kept_s"]:
                     yield self._missed_text(model, active, missed)
 
     def _missed_text(self, model: str, version: int | None, missed: dict[str, Any]) -> str:
@@ -384,6 +449,7 @@ class RowTopic:
         for of in self._models.values():
             of.skip = {one: max(offset, of.skip.get(one, 0)) for one, offset in reader.positions.items()}
         begins = [self._adopt(model, logs[model]) for model in new]
+        self._stands = True  # for these nothing was read yet
         self.stats.topic.rewinds += 1
         logger.info("kafka: %s is read again for %s", self._topic, ", ".join(sorted(new)))
         reader.seek({one: min(begin.get(one, 0) for begin in begins) for one in reader.positions})
@@ -393,7 +459,8 @@ class RowTopic:
         for model, of in self._models.items():
             for one in partitions:
                 of.skip.pop(one, None)
-            of.positions.save(self._needed(of, of.pending), [model], new_epoch=True)
+            read_s = self._read_upto_s(of, of.pending)
+            of.positions.save(self._needed(of, of.pending), [model], new_epoch=True, read_s=read_s)
         partitions.clear()
 
     def _update_stats(self) -> None:
