@@ -127,7 +127,7 @@ def at_work(root: Path, served: Served) -> None:
 
 def series(url: str, query: str) -> list[float]:
     """The finite values that Prometheus has for a query of the dashboard at this moment; fails for one that it refuses."""
-    for name, value in (("$instance", ".*"), ("$model", ".*"), ("$__rate_interval", "5s")):
+    for name, value in (("$instance", ".*"), ("$model", ".*"), ("$__rate_interval", "1m")):
         query = query.replace(name, value)
     answer = httpx.get(f"{url}/api/v1/query", params={"query": query}).json()
     assert answer["status"] == "success", (query, answer)

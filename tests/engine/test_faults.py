@@ -185,10 +185,9 @@ def test_whichever_file_operation_fails_nothing_changes_and_a_second_try_works(t
     scene.delta()
     report = scene.store.verify()
     assert report.ok, report.problems
-    remaining = [
-        path.name for path in (tmp_path / "data/models/ctr").rglob("*") if path.name.startswith((".tmp-", ".trash-"))
-    ]
-    assert remaining == []
+    below = tmp_path / "data/models/ctr"
+    unfinished = (".tmp-", ".trash-")  # a fold in the background has one for a moment
+    scenes.eventually(lambda: not any(path.name.startswith(unfinished) for path in below.rglob("*")), "nothing is left")
 
 
 @pytest.mark.parametrize("reopen", [False, True], ids=["goes on", "reopens"])
