@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -22,7 +21,7 @@ import pytest
 from tests.kafka_broker import Brokers
 from tests.service.conftest import eventually
 from tests.service.scenes import write_snapshot
-from tests.service.sources.test_kafka_rows import RowScene
+from tests.service.sources.test_kafka_rows import RowScene, nothing_is_read
 from tierstore.errors import DiskFull, NotReady, Unreachable
 from tierstore.formats import files
 from tierstore.kafka.admin import TopicAdmin
@@ -97,18 +96,6 @@ def is_told(scene: RowScene, version: int = 1) -> None:
 
 def is_untold(scene: RowScene) -> None:
     eventually(lambda: scene.status()["state"] == "caught up" and scene.status()["problem"] is None, "no problem")
-
-
-def nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    stands = threading.Event()
-
-    def nothing(*_: Any) -> list[Any]:
-        stands.set()
-        time.sleep(0.02)
-        return []
-
-    monkeypatch.setattr(TopicReader, "poll", nothing)
-    assert stands.wait(60)  # a call that was under way would read the next message yet
 
 
 def test_a_deletion_that_was_read_and_waits_counts_as_not_read(

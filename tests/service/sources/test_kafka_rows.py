@@ -22,6 +22,7 @@ from tests.service.conftest import eventually, settings_for
 from tests.service.scenes import delta, write_small
 from tests.service.sources.kafka_scenes import TopicScene, vector
 from tierstore.errors import InvalidInput, Overloaded
+from tierstore.kafka.reader import TopicReader
 from tierstore.service.server import ServerThread
 from tierstore.service.sources.kafka_routes import TopicRoute
 from tierstore.service.sources.kafka_rows import RowTopic
@@ -320,6 +321,18 @@ def test_a_model_that_is_loaded_after_its_topic_is_followed_gets_its_rows(tmp_pa
     scene.close()
 
 
+def nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    stands = threading.Event()
+
+    def nothing(*_: Any) -> list[Any]:
+        stands.set()
+        time.sleep(0.02)
+        return []
+
+    monkeypatch.setattr(TopicReader, "poll", nothing)
+    assert stands.wait(60)  # a call that was under way would read the next message yet
+
+
 def test_a_topic_that_stands_still_is_a_problem(scene: RowScene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tierstore.kafka.reader.STANDS_S", 0.5)
     monkeypatch.setattr("tierstore.kafka.reader.LOOK_S", 0.1)
@@ -327,16 +340,9 @@ def test_a_topic_that_stands_still_is_a_problem(scene: RowScene, monkeypatch: py
     scene.row(1, 10.0)
     scene.expect(1, 10.0)
     scene.is_in("caught up", rows=1)
-    reader, stands = type(source._thread.reader), threading.Event()
+    reader = type(source._thread.reader)
     read = reader.poll
-
-    def nothing(*_: Any) -> list[Any]:
-        stands.set()
-        time.sleep(0.05)
-        return []
-
-    monkeypatch.setattr(reader, "poll", nothing)
-    assert stands.wait(60)  # a call that was under way would read the next message yet
+    nothing_is_read(monkeypatch)
     scene.row(2, 20.0)
     scene.row(3, 30.0)
     status = scene.is_in("held up", f"{scene.topic}: partition 0 stands still at 1: 2 messages more are there")
