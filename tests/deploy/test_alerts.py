@@ -112,7 +112,7 @@ def test_the_runbook_has_every_kind_of_problem() -> None:
 
 @contextmanager
 def prometheus(root: Path, targets: dict[str, str]) -> Iterator[str]:
-    """One that scrapes `targets` (name: host and port) four times a second and waits for no alert. Its URL."""
+    """One that scrapes `targets` (name: host and port) four times a second and waits for no alert. Its URL, once all were scraped."""
     group = {"name": "tierstore", "interval": "250ms", "rules": [{**rule, "for": "0s"} for rule in rules()]}
     (root / "alerts.yml").write_text(yaml.safe_dump({"groups": [group]}))
     static = [{"targets": [address], "labels": {"instance": name}} for name, address in targets.items()]
@@ -132,6 +132,8 @@ def prometheus(root: Path, targets: dict[str, str]) -> Iterator[str]:
     with subprocess.Popen(command) as process:
         try:
             eventually(lambda: _is_up(address), "Prometheus answers", pause_s=0.1)
+            # it takes its targets from a list that it makes every five seconds
+            eventually(lambda: len(scraped(f"http://{address}")) == len(targets), "all are scraped", pause_s=0.1)
             yield f"http://{address}"
         finally:
             process.terminate()
@@ -142,6 +144,18 @@ def _is_up(address: str) -> bool:
         return httpx.get(f"http://{address}/-/ready").status_code == 200
     except httpx.HTTPError:
         return False
+
+
+def scraped(url: str) -> dict[str, float]:
+    """When each instance was scraped last, in seconds since the epoch; it need not have answered."""
+    answer = httpx.get(f"{url}/api/v1/query", params={"query": 'timestamp(up{job="tierstore"})'}).json()
+    return {one["metric"]["instance"]: float(one["value"][1]) for one in answer["data"]["result"]}
+
+
+def scraped_again(url: str) -> None:
+    """Waits for Prometheus to have scraped all that it had."""
+    before = scraped(url)
+    eventually(lambda: all(at > before[name] for name, at in scraped(url).items()), "scraped again", pause_s=0.02)
 
 
 def firing(url: str, instance: str) -> set[str]:

@@ -26,7 +26,7 @@ from tierstore.engine.store import Store
 from tierstore.service.server import ServerThread
 from tools import make_dashboard
 
-from .test_alerts import prometheus
+from .test_alerts import prometheus, scraped_again
 
 ROOT = Path(__file__).parents[2]
 DASHBOARD: dict[str, Any] = json.loads(make_dashboard.FILE.read_text(encoding="utf-8"))
@@ -100,8 +100,11 @@ def test_what_a_demo_lacks_is_folded_away() -> None:
 # --- with a real Prometheus
 
 
-def at_work(root: Path, served: Served) -> None:
-    """As in the demo, and more: a canary, a dense part, deltas, a switch, a load, requests of every kind, and of one that fails."""
+def at_work(root: Path, served: Served, prometheus_url: str) -> None:
+    """As in the demo, and more: a canary, a dense part, deltas, a switch, a load, requests of every kind, and of one that fails.
+
+    A tenth of it is between two scrapes at most, so a machine that is quick has rates too.
+    """
     store, url = served.store, served.server.url
     keys = np.concatenate([np.arange(1, 200), np.full(200, 7)])
     body = {"inputs": [{"name": "item_id", "datatype": "INT64", "shape": [3], "data": [1, 2, 3]}]}
@@ -119,6 +122,7 @@ def at_work(root: Path, served: Served) -> None:
                 assert [one.result().status_code for one in together] == [200] * 4
             http.post("/v2/models/ctr/infer", json=body, headers={"X-Unheard-Of": "1", "X-Request-Timeout-Ms": "10000"})
             if turn % 30 == 0:
+                scraped_again(prometheus_url)
                 store.apply_delta(delta(turn // 30 + 1, {1: float(turn)}))
             if turn == 50:
                 load(http, write_snapshot(root, 3), activate=False)
@@ -155,7 +159,8 @@ def test_no_panel_is_empty_where_a_service_is_at_work(tmp_path: Path) -> None:
             store.load_snapshot(write_snapshot(tmp_path, version, dense=graph))
         store.canary("ctr", 1, 0.2)
         with prometheus(tmp_path, {"node-a": server.url.removeprefix("http://")}) as url:
-            at_work(tmp_path, Served(store, server))
+            at_work(tmp_path, Served(store, server), url)
+            scraped_again(url)
             found = {panel["title"]: [series(url, query) for query in queries(panel)] for panel in PANELS}
             switched = series(url, DASHBOARD["annotations"]["list"][0]["expr"].replace("> 0", ">= 0"))
     empty = {title for title, answers in found.items() if not any(answers)}
