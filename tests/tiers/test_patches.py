@@ -409,6 +409,7 @@ def test_patches_are_made_again_however_often_that_has_to_stop_for_deltas(
 
 def test_a_merge_holds_no_more_of_its_keys_than_a_piece(tier: SealedTier, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patches, "_PIECE_BYTES", 0)  # then 1,024 rows at a time
+    monkeypatch.setattr(patches, "_KEPT_KEYS", 4096)
     each, twin = 60_000, dict[int, int | None]()
     for seq in range(1, 5):
         change(tier, twin, seq, np.arange(each) * 4 + seq)

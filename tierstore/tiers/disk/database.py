@@ -28,7 +28,7 @@ from tierstore.tiers.disk.rocks import driver_errors, scan_options, tier_options
 
 log = logging.getLogger(__name__)
 
-_L0_MAX = 24  # RocksDB does not delay ingests, however many files pile up
+_MOST_MORE = 20  # unmerged files than are to be merged: RocksDB does not delay ingests, however many files pile up
 _MERGE_POLL_S = 0.01
 _OPENED_AT_ONCE = 16  # files, by RocksDB itself
 MOST_UNUSED = 16
@@ -69,11 +69,19 @@ class Database:
     """One RocksDB directory. Construction opens it once. Raises StorageError, Locked, Corruption, or DiskFull for a `new` one."""
 
     def __init__(
-        self, path: Path, *, block_cache_bytes: int, open_threads: int, new: bool = False, read_only: bool = False
+        self,
+        path: Path,
+        *,
+        block_cache_bytes: int,
+        open_threads: int,
+        merge_at: int,
+        new: bool = False,
+        read_only: bool = False,
     ) -> None:
+        """`open_threads`, `merge_at`: as for `tier_options`."""
         # constant after construction
         self._path, self._cache_bytes, self._open_threads = path, block_cache_bytes, open_threads
-        self._read_only = read_only
+        self._read_only, self._merge_at = read_only, merge_at
         self._opening = threading.Lock()  # held while it is opened or closed; taken before _gate
         # guarded by _gate
         self._gate = threading.Condition()
@@ -94,7 +102,7 @@ class Database:
         with self._gate:  # a scan may keep a former connection for long: all of them share one cache, within its bytes
             others = [*self._former, *([] if self._current is None else [self._current])]
         cache = others[0].cache if others else rocksdict.Cache(self._cache_bytes)
-        family = tier_options(cache, self._open_threads, hold=hold)
+        family = tier_options(cache, self._open_threads, self._merge_at, hold=hold)
         family.create_if_missing(new)
         family.set_error_if_exists(new)
         access = rocksdict.AccessType.read_write() if to_write else rocksdict.AccessType.read_only()
@@ -258,8 +266,8 @@ class Database:
             db.compact_range(None, None)
 
     def _await_merges(self, db: rocksdict.Rdict) -> None:
-        """Wait while too many files are not merged: each of them slows every look-up. Raises StorageError, Closed."""
-        while int(db.property_value("rocksdb.num-files-at-level0") or 0) >= _L0_MAX:
+        """Wait while too many files are not merged: each of them slows what reads here. Raises StorageError, Closed."""
+        while int(db.property_value("rocksdb.num-files-at-level0") or 0) >= self._merge_at + _MOST_MORE:
             if int(db.property_int_value("rocksdb.background-errors") or 0):
                 raise StorageError(f"{self._path}: RocksDB cannot merge files any more; see its LOG file there")
             with self._gate:

@@ -51,6 +51,7 @@ LEAST_COPIED = 1 << 18  # keys that one call of `rebuild` copies in any case: a 
 _MANY = 32
 _SMALLEST = 1024  # keys: smaller patches count as of one size
 _PIECE_BYTES = 4 << 20  # of rows that are merged at a time
+_KEPT_KEYS = 1 << 20  # of a patch that is written, until their number is known, for its filter; more are read back
 _NONE = np.empty(0, np.int64)
 _ENDED = 1 << 63  # above all keys
 
@@ -364,16 +365,15 @@ class Patches:
         path = files.make_dir(self._folder) / f"{self._next}.rows"
         self._next += 1
         first = next(source := iter(parts))
-        built = write_sealed_parts(path, table_id, first[1].shape[1], itertools.chain([first], source), durable=False)
+        kept = list[Keys]()
+        noted = _noted(itertools.chain([first], source), kept)
+        built = write_sealed_parts(path, table_id, first[1].shape[1], noted, durable=False)
         words = bloom.empty(built.entries, BITS_A_KEY)
         try:
             patch = Patch(path, built.xxh3, built.bytes, words)
-            if len(first[0]) == built.entries:
-                bloom.add(words, np.ascontiguousarray(first[0]))
-            else:  # read back, as the keys of a large one would take much memory until their number is known
-                for keys, _ in patch.parts(_rows_at_once(patch.row_bytes)):
-                    bloom.add(words, keys)
-                    yield_to_requests()
+            for keys in kept or (keys for keys, _ in patch.parts(_rows_at_once(patch.row_bytes))):
+                bloom.add(words, keys)
+                yield_to_requests()
             with files.publish(path.with_name(_filter_name(path.name)), durable=False) as file:
                 file.write(words.data)
             return patch
@@ -460,6 +460,18 @@ def _until(parts: Iterator[Marked], give_up: Callable[[], bool]) -> Iterator[Mar
         yield_to_requests()
 
 
+def _noted(parts: Iterable[Marked], kept: list[Keys]) -> Iterator[Marked]:
+    """`parts`, whose keys are put into `kept`, which is empty in the end if they are more than `_KEPT_KEYS`."""
+    count = 0
+    for keys, rows in parts:
+        count += len(keys)
+        if count <= _KEPT_KEYS:
+            kept.append(keys.copy())
+        else:
+            kept.clear()
+        yield keys, rows
+
+
 def _rows_at_once(row_bytes: int) -> int:
     return max(1024, _PIECE_BYTES // (row_bytes + 9))  # with the key and the mark
 
@@ -510,9 +522,9 @@ def _alike(patches: Sequence[Patch]) -> list[Patch]:
 
 def _merge(sources: Sequence[Iterator[Marked]]) -> Iterator[Marked]:
     """The keys of all sources, ascending; a key in several has the row of the first source that has it."""
-    merged = sources[-1]
-    for newer in sources[-2::-1]:
-        merged = _merge_two(merged, newer)
+    merged = sources[0]
+    for older in sources[1:]:  # those that changed last are mostly the smallest, and are copied most often
+        merged = _merge_two(older, merged)
     return merged
 
 

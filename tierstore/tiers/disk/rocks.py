@@ -14,7 +14,6 @@ from tierstore.errors import Closed, Corruption, DiskFull, Locked, StorageError,
 from tierstore.open_files import may_open
 
 BLOOM_BITS = 10
-_L0_TRIGGER = 4
 _JOBS = 3
 _NEVER = 1 << 30
 _TARGET_FILE_BYTES = 64 << 20
@@ -41,10 +40,13 @@ def table_options(*, bloom: bool, block_cache: rocksdict.Cache | None = None) ->
     return options
 
 
-def tier_options(block_cache: rocksdict.Cache, open_threads: int, *, hold: int = 0) -> rocksdict.Options:
+def tier_options(
+    block_cache: rocksdict.Cache, open_threads: int, merge_at: int, *, hold: int = 0
+) -> rocksdict.Options:
     """Settings of an open tier; docs/decisions/disk-tier.md has the measurements behind them.
 
-    `hold`: so many files are all opened at once and stay open, if this process may have them open.
+    `merge_at`: so many unmerged files are merged, and fewer where they have `_LEVEL_BASE_BYTES`. `hold`: so many files are all opened at once and stay
+    open, if this process may have them open.
     """
     options = table_options(bloom=True, block_cache=block_cache)
     options.set_optimize_filters_for_hits(True)  # no filters on the last level, whose keys mostly exist
@@ -53,7 +55,7 @@ def tier_options(block_cache: rocksdict.Cache, open_threads: int, *, hold: int =
     options.set_max_file_opening_threads(open_threads)
     # merging of deltas: below the base in size, and never a reason to delay an ingest
     options.set_level_compaction_dynamic_level_bytes(True)
-    options.set_level_zero_file_num_compaction_trigger(_L0_TRIGGER)
+    options.set_level_zero_file_num_compaction_trigger(merge_at)
     options.set_level_zero_slowdown_writes_trigger(_NEVER)
     options.set_level_zero_stop_writes_trigger(_NEVER)
     options.set_soft_pending_compaction_bytes_limit(0)

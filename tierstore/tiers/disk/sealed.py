@@ -70,6 +70,7 @@ class SealedTier(DiskTier):
     """A RocksDB directory that has the base's files in its folder `base`. Make one with `create` or `open`."""
 
     _open_threads = 1  # RocksDB has only deltas, which are a few files
+    _merge_at = 16  # patches answer look-ups; each merge writes all changed rows again, which costs more than folds
 
     def __init__(self, path: Path, database: Database, readers: ReaderPool) -> None:
         super().__init__(path, database, readers)

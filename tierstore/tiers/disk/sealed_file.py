@@ -28,7 +28,7 @@ FORMAT = 1
 _MAGIC, _END = b"TIERSEAL", b"LAESREIT"
 _HEADER = struct.Struct("<8sIIIIIQ")  # magic, format, table id, bytes a row, bytes a block, rows a full block, content
 _TRAILER = struct.Struct("<QQqqQ8s")  # rows, blocks, first key, last key, checksum, magic
-_READ_BYTES = 1 << 20
+_READ_BYTES = 8 << 20  # more than the pieces of a scan, which need not be joined then
 _PACK_BYTES = 4 << 20
 
 

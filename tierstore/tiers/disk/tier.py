@@ -69,6 +69,7 @@ class DiskTier:
     """One RocksDB directory. Make one with `create` or `open`."""
 
     _open_threads = _OPEN_THREADS  # threads that read the ends of its files at opening
+    _merge_at = 4  # files of changes: a look-up asks each of them
 
     def __init__(self, path: Path, database: Database, readers: ReaderPool) -> None:
         # constant after construction
@@ -93,7 +94,12 @@ class DiskTier:
         cls, path: Path, block_cache_bytes: int, reader: ReaderPool, *, new: bool = False, read_only: bool = False
     ) -> Self:
         database = Database(
-            path, block_cache_bytes=block_cache_bytes, open_threads=cls._open_threads, new=new, read_only=read_only
+            path,
+            block_cache_bytes=block_cache_bytes,
+            open_threads=cls._open_threads,
+            merge_at=cls._merge_at,
+            new=new,
+            read_only=read_only,
         )
         return cls(path, database, reader)
 
