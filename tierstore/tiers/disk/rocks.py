@@ -40,9 +40,7 @@ def table_options(*, bloom: bool, block_cache: rocksdict.Cache | None = None) ->
     return options
 
 
-def tier_options(
-    block_cache: rocksdict.Cache, open_threads: int, merge_at: int, *, hold: int = 0
-) -> rocksdict.Options:
+def tier_options(block_cache: rocksdict.Cache, open_threads: int, merge_at: int, *, hold: int = 0) -> rocksdict.Options:
     """Settings of an open tier; docs/decisions/disk-tier.md has the measurements behind them.
 
     `merge_at`: so many unmerged files are merged, and fewer where they have `_LEVEL_BASE_BYTES`. `hold`: so many files are all opened at once and stay
