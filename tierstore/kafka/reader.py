@@ -229,6 +229,20 @@ class TopicReader:
         except Unreachable:
             return True
 
+    def ends(self, *, ask: bool) -> dict[int, int] | None:
+        """Partition → the offset of the next message that is written: as the brokers say now (`ask`), or as they said
+        with what was fetched last. None where that is not known of all.
+        """
+        if ask:
+            asked = self._admin.ends(self.positions, LOOK_TIMEOUT_S, committed=False)
+            ends = {one: end for one, end in asked.items() if isinstance(end, int)}
+        else:
+            ends = {
+                one: position if one in self._at_end else self._watermarks(one, cached=True)[1]
+                for one, position in self.positions.items()
+            }
+        return ends if ends.keys() == self.positions.keys() and min(ends.values(), default=0) >= 0 else None
+
     def at_time(self, timestamp_ms: int) -> dict[int, int]:
         """Partition → the first offset at that time or later; the end where there is none."""
         # before: what comes while the brokers are asked lies behind these. An open transaction is not passed by either

@@ -19,7 +19,7 @@ from tests.service.rpc.fake_stream import SomeStream
 from tests.service.scenes import items
 from tierstore.access.roles import Role
 from tierstore.access.tokens import TokenFile
-from tierstore.errors import DeadlineExceeded, Overloaded, RateLimited
+from tierstore.errors import DeadlineExceeded, InvalidInput, Overloaded, RateLimited
 from tierstore.reactor import layout as kernel
 from tierstore.service.context import Service
 from tierstore.service.rpc import flow as flow_module
@@ -168,6 +168,17 @@ def test_what_unfolds_is_bounded_and_reserved_before(service: Service) -> None:
     cut = b"\1" + (20).to_bytes(4, "big") + bomb[:20]
     assert status(answered(service, INFER, cut, GZIP))[0] == "INVALID_ARGUMENT"
     assert service.inflight.used_bytes == 0
+
+
+@pytest.mark.parametrize(("behind", "members"), [(b"", 16), (b"junk", 1), (b"", 17)])
+def test_all_members_of_a_message_are_read_and_nothing_else(behind: bytes, members: int) -> None:
+    packed = b"".join(gzip.compress(bytes([one])) for one in range(members)) + behind
+    message = Messages(b"gzip", 1 << 20).first(b"\1" + len(packed).to_bytes(4, "big") + packed)
+    if members == 16:
+        assert message.decode(lambda nbytes: None) == bytes(range(16))
+    else:
+        with pytest.raises(InvalidInput, match=r"not valid gzip|more than 16 members"):
+            message.decode(lambda nbytes: None)
 
 
 def compressed(message: bytes) -> bytes:

@@ -25,7 +25,7 @@ from tierstore.access.roles import NOBODY, Principal
 from tierstore.errors import InvalidInput, SequenceGap, TooLarge, Unauthorized
 from tierstore.service.error_status import HttpError, as_text, http_status, message_of, retry_after
 from tierstore.service.limits import slow_clients
-from tierstore.service.limits.inflate import inflate
+from tierstore.service.limits.inflate import MOST_MEMBERS, inflate
 from tierstore.service.limits.shedding import Caller
 from tierstore.service.limits.worker_pool import Reservation
 from tierstore.wire.http1.date import DATE_PLACE
@@ -39,7 +39,6 @@ Fields = Sequence[tuple[bytes, bytes]]
 
 JSON = b"application/json"
 _AUTO_DETECT = 47  # zlib's wbits for gzip and zlib streams alike
-_MAX_MEMBERS = 16  # of a gzip body
 _SMALL_JSON = 64 << 10  # parsing so little JSON takes less than a thread needs anyway
 _ACCEPTED = {b"gzip": 31, b"deflate": 15}
 _REFUSED = re.compile(rb"q\s*=\s*0(?:\.0*)?")
@@ -290,7 +289,7 @@ def decode_body(body: memoryview, coding: bytes, limit: int, reserve: Callable[[
     if coding not in (b"gzip", b"x-gzip", b"deflate"):
         raise HttpError(415, f"Content-Encoding {coding[:40]!r} is not known; use gzip or deflate")
     try:
-        decoded, read = inflate(body, _AUTO_DETECT, limit, reserve, members=_MAX_MEMBERS)
+        decoded, read = inflate(body, _AUTO_DETECT, limit, reserve)
     except EOFError:
         raise InvalidInput(f"the {coding.decode()} body is cut short") from None
     except zlib.error as error:
@@ -298,7 +297,7 @@ def decode_body(body: memoryview, coding: bytes, limit: int, reserve: Callable[[
     if len(decoded) > limit:
         raise TooLarge(f"the decoded body has more than the {limit} bytes that are allowed (max_request)")
     if read < len(body):
-        raise InvalidInput(f"the body is made of more than {_MAX_MEMBERS} gzip members")
+        raise InvalidInput(f"the body is made of more than {MOST_MEMBERS} gzip members")
     return memoryview(decoded)
 
 

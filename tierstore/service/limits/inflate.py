@@ -5,20 +5,19 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 
+MOST_MEMBERS = 16  # that follow each other, as some writers of gzip make them
 _PART_BYTES = 64 << 10  # that are read, and that are decoded, at a time
 
 
-def inflate(
-    data: memoryview, wbits: int, limit: int, reserve: Callable[[int], None], *, members: int = 1
-) -> tuple[bytearray, int]:
-    """Decode up to `members` streams that follow each other: the decoded bytes, and how many of `data` were read.
+def inflate(data: memoryview, wbits: int, limit: int, reserve: Callable[[int], None]) -> tuple[bytearray, int]:
+    """Decode up to `MOST_MEMBERS` streams that follow each other: the decoded bytes, and how many of `data` were read.
 
     It ends early once there are more than `limit` decoded bytes. `reserve` is called for bytes before they are decoded,
     a part at a time; its error ends the decoding. EOFError if `data` is cut short, zlib.error if it is malformed.
     """
     decoded, reserved, position = bytearray(), 0, 0
     remaining: bytes | memoryview = b""  # zlib copies what it has not used, so it gets a part only
-    for _ in range(members):
+    for _ in range(MOST_MEMBERS):
         stream = zlib.decompressobj(wbits)
         while not stream.eof:
             if not remaining:

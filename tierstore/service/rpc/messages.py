@@ -12,7 +12,7 @@ from contextlib import suppress
 
 from tierstore.errors import InvalidInput, Overloaded, TierstoreError
 from tierstore.service.error_status import MessageTooLarge, Unserved, grpc_status, message_of
-from tierstore.service.limits.inflate import inflate
+from tierstore.service.limits.inflate import MOST_MEMBERS, inflate
 from tierstore.service.limits.shedding import WAITS_TOO_LONG
 from tierstore.service.reactor.hpack import encode_head
 
@@ -118,13 +118,15 @@ class WireMessage:
     def _decoded(self, coding: bytes, reserve: Callable[[int], None]) -> bytes:
         name, (limit, why) = coding.decode(), self._most
         try:
-            decoded, _ = inflate(memoryview(self._data), _CODINGS[coding], limit, reserve)
+            decoded, read = inflate(memoryview(self._data), _CODINGS[coding], limit, reserve)
         except EOFError:
             raise InvalidInput(f"a message in {name} is cut short") from None
         except zlib.error as error:
             raise InvalidInput(f"a message is not valid {name}: {error}") from error
         if len(decoded) > limit:
             raise MessageTooLarge(f"a message decodes to more than the {limit} bytes that {why}")
+        if read < len(self._data):
+            raise InvalidInput(f"a message in {name} is made of more than {MOST_MEMBERS} members")
         return bytes(decoded)
 
 

@@ -34,7 +34,7 @@ from tierstore.errors import (
 )
 from tierstore.kafka.messages import KafkaMessage, digest_of
 from tierstore.kafka.parked import Parked
-from tierstore.kafka.reader import Topic, TopicReader
+from tierstore.kafka.reader import LOOK_S, STANDS_S, Topic, TopicReader
 from tierstore.kafka.row_messages import ROW_BYTES, Row, TableRows, fit, make_delta
 from tierstore.service.sources.kafka_apply import LONGEST_RETRY_S, RETRY_S
 from tierstore.service.sources.kafka_positions import OLDEST_S, Positions
@@ -48,7 +48,8 @@ logger = logging.getLogger(__name__)
 BATCH = 2048  # messages that are read at a time
 _SHORT, _LONG = 32, 512  # messages to read, and rows to handle, in about half a millisecond
 PENDING_BYTES = 64 << 20  # of rows that wait to become a delta, at most
-ASK_S = 60.0  # between questions for how long deletions stay, until the brokers answer
+ASK_S = 60.0  # between questions for how long deletions stay
+LEAST_S = 30.0  # that deletions stay in any topic; while it is not known how long they do
 MOST_PARKED = 1000  # messages of a topic: beyond it the fault is not a single row's
 
 
@@ -77,8 +78,8 @@ class _Followed:
 
     positions: Positions
     skip: dict[int, int]  # partition → the offset before which its rows are in the log already
-    read_s: float  # up to when the topic was read, by `time.time`; 0 if that is not known
-    absence: _Absence | None = None  # of which the brokers have not said yet whether it matters
+    read_s: float  # up to when all of the topic was read, or since when it is followed, by `time.time`
+    absence: _Absence | None = None  # the longest of which the brokers have not said yet whether it matters
     pending: list[Row] = field(default_factory=list)
     nbytes: int = 0
     first_s: float = 0.0  # when the first of them was read
@@ -101,8 +102,11 @@ class RowTopic:
         self._why: dict[str, str] = {}  # model → why its rows cannot be applied now
         self._resume_s = self._saved_s = self._maintained_s = 0.0
         self._stands = True  # whether nothing is read
+        self._read_s = 0.0  # when messages of it were asked for last, by `time.time`
+        self._ends: tuple[float, dict[int, int]] | None = None  # when it was noted, and where the topic ended then
+        self._asks_ends, self._ends_asked_s = True, -math.inf  # whether the brokers are to be asked, and when they were
         self._kept_s: float | None = None  # for how long deletions stay in the topic; None if that is not known yet
-        self._asked_s = 0.0  # when the brokers were asked for it
+        self._asked_s = -math.inf  # when the brokers were asked for it
         name = f"tierstore-rows-{route.topic}"[:60]
         self._thread = TopicThread(name, settings, route.topic, self.stats.topic, self, BATCH)
         self.stopping = self._thread.stopping
@@ -123,6 +127,8 @@ class RowTopic:
     def begin(self, reader: TopicReader, topic: Topic) -> None:
         """Read on behind the content of the models' logs; rows that waited are read again."""
         self._found, self._stands, self._kept_s = topic, True, None
+        self._read_s, self._asked_s, self._ends_asked_s = 0.0, -math.inf, -math.inf
+        self._ends, self._asks_ends = None, True
         reader.positions = dict.fromkeys(topic.partitions, 0)
         before, self._models = self._models, {}
         begins = [self._adopt(model, last) for model, last in self._logs().items()]
@@ -300,7 +306,7 @@ class RowTopic:
     @staticmethod
     def _read_upto_s(of: _Followed, waiting: Sequence[Row]) -> float:
         """Up to when the topic was read for what `_needed` says: a deletion that waits is as good as not read."""
-        read_s = (of.read_s or time.time()) if of.absence is None else of.absence.from_s
+        read_s = of.read_s if of.absence is None else of.absence.from_s
         return min(read_s, time.time() - (time.monotonic() - of.first_s)) if waiting else read_s
 
     # --- periodic work
@@ -308,8 +314,7 @@ class RowTopic:
     def _maintain(self) -> None:
         now, reader = time.monotonic(), self._thread.reader
         self._follow_models()
-        if now - self._asked_s >= ASK_S and self._is_to_ask():
-            self._judge_absences()
+        self._judge_absences()
         if now - self._saved_s >= SAVE_S:
             try:
                 self._save(OLDEST_S if self._kept_s is None else min(OLDEST_S, self._kept_s / 4))
@@ -361,7 +366,7 @@ class RowTopic:
         positions.seq = last
         if not is_on_record:
             positions.save(begin, [model], new_epoch=True, read_s=read_s or None)
-        self._models[model] = _Followed(positions, dict(begin), read_s)
+        self._models[model] = _Followed(positions, dict(begin), read_s or time.time())
         return begin
 
     def _note_whether_read(self, stands: bool, before: dict[int, int]) -> None:
@@ -371,25 +376,42 @@ class RowTopic:
             return
         now_s = time.time()
         if stood:
-            shortest_s = 0.0 if self._kept_s is None else min(OLDEST_S, self._kept_s)
+            shortest_s = LEAST_S if self._kept_s is None else min(OLDEST_S, self._kept_s)
             for of in self._models.values():
-                from_s, behind = of.read_s, {one: max(at, of.skip.get(one, 0)) for one, at in before.items()}
-                if of.absence is not None:  # one more, before the brokers have answered
-                    from_s, behind = of.absence.from_s, of.absence.positions
-                if from_s and now_s - from_s >= shortest_s:
-                    of.absence = _Absence(from_s, now_s, behind)
-            if self._is_to_ask():
-                self._judge_absences()
-        for of in self._models.values():
-            of.read_s = now_s
+                longest_s = 0.0 if of.absence is None else of.absence.to_s - of.absence.from_s
+                if now_s - of.read_s >= max(shortest_s, longest_s):
+                    behind = {one: max(at, of.skip.get(one, 0)) for one, at in before.items()}
+                    of.absence = _Absence(of.read_s, now_s, behind)
+            self._judge_absences()
+        self._note_ends(now_s, ask=stood and now_s - self._read_s >= STANDS_S)
+        self._read_s = now_s
 
-    def _is_to_ask(self) -> bool:
-        return self._kept_s is None or any(of.absence is not None for of in self._models.values())
+    def _note_ends(self, now_s: float, *, ask: bool) -> None:
+        """The topic was read up to when it ended where it has been read to by now. ask: what was fetched last says
+        nothing of its end now, as that is too long ago.
+        """
+        reader, now = self._thread.reader, time.monotonic()
+        if ask:
+            self._ends, self._asks_ends = None, True
+        if self._ends is not None and all(reader.positions.get(one, end) >= end for one, end in self._ends[1].items()):
+            for of in self._models.values():
+                of.read_s = max(of.read_s, self._ends[0])
+            self._ends = None
+        if self._ends is not None or (self._asks_ends and now - self._ends_asked_s < LOOK_S):
+            return
+        if self._asks_ends:
+            self._ends_asked_s = now
+        if (ends := reader.ends(ask=self._asks_ends)) is not None:
+            self._ends, self._asks_ends = (now_s, ends), False
 
     def _judge_absences(self) -> None:
         """Note where deletions may have come and gone while nobody read the topic. Where the brokers do not answer they
         are asked again later.
         """
+        if self._kept_s is not None and all(of.absence is None for of in self._models.values()):
+            return
+        if time.monotonic() - self._asked_s < ASK_S:
+            return
         self._asked_s, reader = time.monotonic(), self._thread.reader
         try:
             kept_s = reader.deletions_kept_s()
@@ -405,6 +427,7 @@ class RowTopic:
                 missed = {"from_s": absence.from_s, "to_s": absence.to_s, "kept_s": self._kept_s}
                 logger.warning("kafka: %s", self._missed_text(model, None, missed))
                 of.positions.note_missed(missed)
+                of.read_s = max(of.read_s, absence.to_s)
                 try:
                     of.positions.save(of.positions.saved, [model], read_s=absence.to_s)
                 except StorageError as error:  # the next record has it
@@ -456,6 +479,7 @@ class RowTopic:
 
     def _begin_anew(self, partitions: set[int]) -> None:
         """Treat everything in these partitions as new, though their offsets were read before."""
+        self._ends, self._asks_ends = None, True
         for model, of in self._models.items():
             for one in partitions:
                 of.skip.pop(one, None)

@@ -365,14 +365,14 @@ class Patches:
         path = files.make_dir(self._folder) / f"{self._next}.rows"
         self._next += 1
         first = next(source := iter(parts))
-        kept = list[Keys]()
-        noted = _noted(itertools.chain([first], source), kept)
+        kept = [first[0]]
+        noted = itertools.chain([first], _noted(source, kept))
         built = write_sealed_parts(path, table_id, first[1].shape[1], noted, durable=False)
         words = bloom.empty(built.entries, BITS_A_KEY)
         try:
             patch = Patch(path, built.xxh3, built.bytes, words)
             for keys in kept or (keys for keys, _ in patch.parts(_rows_at_once(patch.row_bytes))):
-                bloom.add(words, keys)
+                bloom.add(words, np.ascontiguousarray(keys))
                 yield_to_requests()
             with files.publish(path.with_name(_filter_name(path.name)), durable=False) as file:
                 file.write(words.data)
@@ -461,7 +461,7 @@ def _until(parts: Iterator[Marked], give_up: Callable[[], bool]) -> Iterator[Mar
 
 
 def _noted(parts: Iterable[Marked], kept: list[Keys]) -> Iterator[Marked]:
-    """`parts`, whose keys are put into `kept`, which is empty in the end if they are more than `_KEPT_KEYS`."""
+    """`parts`, whose keys are added to `kept`, which is emptied if they are more than `_KEPT_KEYS`."""
     count = 0
     for keys, rows in parts:
         count += len(keys)

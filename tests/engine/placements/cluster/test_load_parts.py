@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -29,6 +30,7 @@ from tierstore.formats import files
 
 pytestmark = pytest.mark.usefixtures("quick_loads")
 
+Late = tuple[ThreadPoolExecutor, threading.Event, threading.Event]  # the thread; it waits; let it go on
 ROWS = {"user": 20_000, "item": 60_000}
 PARTS = 8
 
@@ -195,10 +197,9 @@ def test_a_part_that_another_node_has_ended_since_it_was_missing_is_not_written_
     check_all(b)
 
 
-def test_a_node_that_was_late_with_a_part_goes_on_with_what_another_one_has_ended(
-    open_node: OpenNode, built: Path, written: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    a, b = open_node("a"), open_node("b")
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[Late]:
+    """A thread whose loads stop before their first part is written, for longer than a claim counts."""
     monkeypatch.setattr(shared_load, "CLAIM_S", 1.0)
     upload, began, go_on = ClusterTarget._upload, threading.Event(), threading.Event()
 
@@ -209,16 +210,66 @@ def test_a_node_that_was_late_with_a_part_goes_on_with_what_another_one_has_ende
         upload(self, *words)
 
     monkeypatch.setattr(ClusterTarget, "_upload", upload_late)
-    with ThreadPoolExecutor(1, thread_name_prefix="late") as late:
-        load = late.submit(b.load_snapshot, built)
-        assert began.wait(60)
-        assert a.load_snapshot(built, activate=False) == 1
+    with ThreadPoolExecutor(1, thread_name_prefix="late") as thread:
+        yield thread, began, go_on
         go_on.set()
-        assert load.result(120) == 1
+
+
+def test_a_node_that_was_late_with_a_part_goes_on_with_what_another_one_has_ended(
+    open_node: OpenNode, built: Path, written: list[tuple[str, int]], late: Late
+) -> None:
+    a, b, (thread, began, go_on) = open_node("a"), open_node("b"), late
+    load = thread.submit(b.load_snapshot, built)
+    assert began.wait(60)
+    assert a.load_snapshot(built, activate=False) == 1
+    go_on.set()
+    assert load.result(120) == 1
     assert sorted(part for _, part in written) == [*range(PARTS)]
     for store in (a, b):
         scenes.eventually(lambda store=store: has_version(store, 1), "it serves", 60)  # type: ignore[misc]
         check_all(store)
+
+
+def test_a_node_that_was_late_does_not_take_another_snapshot_for_its_own(
+    open_node: OpenNode, built: Path, tmp_path: Path, late: Late
+) -> None:
+    a, b, (thread, began, go_on) = open_node("a"), open_node("b"), late
+    load = thread.submit(b.load_snapshot, built)
+    assert began.wait(60)
+    other = scenes.write_snapshot(tmp_path, stamp=3)
+
+    def is_loaded() -> bool:
+        with contextlib.suppress(tierstore.Conflict):  # until the claim of the late one is over
+            return a.load_snapshot(other, activate=False) == 1
+        return False
+
+    scenes.eventually(is_loaded, "the other one is loaded", 60)
+    go_on.set()
+    with pytest.raises(tierstore.Conflict, match="version 1 of 'ctr'"):
+        load.result(120)
+    assert a.model("ctr").active_version is None
+    a.activate("ctr", 1)
+    np.testing.assert_array_equal(a.model("ctr").lookup("item_id", [5]), scenes.vectors("item", 3, range(5, 6)))
+
+
+def test_a_node_that_was_late_is_told_that_its_version_was_dropped(
+    open_node: OpenNode, built: Path, tmp_path: Path, late: Late
+) -> None:
+    a, b, (thread, began, go_on) = open_node("a"), open_node("b"), late
+    a.load_snapshot(scenes.write_snapshot(tmp_path, stamp=3, version=7))
+    load = thread.submit(b.load_snapshot, built)
+    assert began.wait(60)
+
+    def is_dropped() -> bool:
+        with contextlib.suppress(tierstore.Conflict):  # until the claim of the late one is over
+            a.drop("ctr", 1)
+            return True
+        return False
+
+    scenes.eventually(is_dropped, "it is dropped", 60)
+    go_on.set()
+    with pytest.raises(tierstore.Conflict, match="dropped"):
+        load.result(120)
 
 
 def test_another_snapshot_under_the_same_number_is_refused_while_one_is_loaded(

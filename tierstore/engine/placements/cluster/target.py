@@ -124,6 +124,9 @@ class ClusterTarget:
     def _of_others(self, number: int) -> Conflict:
         return Conflict(f"version {number} of {self._shared.name!r} is being loaded by another node")
 
+    def _was_dropped(self, number: int) -> Conflict:
+        return Conflict(f"version {number} of {self._shared.name!r} was dropped while it was loaded")
+
     def _join(self, manifest: Manifest, before: dict[str, Any]) -> bool:
         """Go on with a load, beside the other nodes that do so. False if that is impossible at the moment."""
         record = {**before, "since_s": round(time.time())}
@@ -250,10 +253,8 @@ class ClusterTarget:
         number, count, load = snapshot.manifest.version, int(self._record["parts"]), self._load
         with self._writer(number) as writer:
             while True:
-                if (there := self._shared.version(number))["state"] == READY:
+                if self._is_ended(number):
                     return None
-                if there.get("token") != self._record["token"]:
-                    raise self._of_others(number)
                 self._keep(number, None, at_once=True)
                 done = load.state()
                 missing: list[int | str] = [part for part in range(count) if part not in done.parts]
@@ -265,8 +266,8 @@ class ClusterTarget:
                     try:
                         self._write_part(writer, mine, build, where, snapshot, progress)
                     except Conflict:
-                        # its claim was over, and another node has written it and ended the load
-                        if mine not in load.state().parts and self._shared.version(number)["state"] != READY:
+                        # its claim was over, and another node has written the part, and perhaps ended the load
+                        if not self._is_ended(number) and mine not in load.state().parts:
                             raise
                 elif mine is not None and (short := self._short(writer, done)):
                     log.warning(
@@ -281,6 +282,15 @@ class ClusterTarget:
                 else:
                     progress(Progress("await other nodes", count - len(missing), count))
                     time.sleep(_PAUSE_S)
+
+    def _is_ended(self, number: int) -> bool:
+        """Whether another node has ended this load. Conflict if the version is another load's, or was dropped."""
+        there = self._shared.versions().get(number)
+        if there is None or there["state"] == DROPPING:
+            raise self._was_dropped(number)
+        if there.get("token") != self._record["token"]:
+            raise self._of_others(number)
+        return bool(there["state"] == READY)
 
     def _keep(self, number: int, part: int | str | None, *, at_once: bool = False) -> None:
         """Keep the claims. Conflict if another load has the version by now."""
@@ -428,7 +438,7 @@ class ClusterTarget:
                 return True
             if there["state"] != LOADING:
                 break
-        raise Conflict(f"version {number} of {shared.name!r} was dropped while it was loaded")
+        raise self._was_dropped(number)
 
     def abandon(self, number: int, error: BaseException) -> None:
         """Remove everything of the load from the cluster, and the model, if this would have been its first version.
