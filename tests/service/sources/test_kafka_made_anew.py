@@ -18,8 +18,9 @@ from tests.service.conftest import eventually
 from tests.service.sources.kafka_scenes import vector
 from tests.service.sources.test_kafka import Scene
 from tests.service.sources.test_kafka_rows import RowScene
-from tierstore.errors import Overloaded
+from tierstore.errors import NotReady, Unreachable
 from tierstore.kafka.admin import TopicAdmin
+from tierstore.kafka.reader import TopicReader
 
 
 @pytest.fixture(scope="module")
@@ -139,12 +140,30 @@ def test_a_lost_record_does_not_hide_that_the_topic_is_another(scene: RowScene) 
 def test_rows_that_were_read_and_wait_are_applied_before_those_of_the_new_topic(
     scene: RowScene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    apply, refuses = scene.store.apply_delta, [True]
+    """Also where the new topic cannot be read at first, and where the connection breaks while they wait."""
+    apply, beginning, poll = scene.store.apply_delta, TopicReader.beginning, TopicReader.poll
+    refuses, again = [True], [0]
 
     def refuse(*arguments: Any, **options: Any) -> Any:
         if refuses[0]:
-            raise Overloaded("deltas come faster than they are folded", retry_after_s=0.1)
+            raise NotReady("nothing serves")
         return apply(*arguments, **options)
+
+    def begin(self: TopicReader) -> dict[int, int]:
+        if again == [1]:
+            again[0] = 2
+            raise Unreachable("no broker")
+        again[0] += 1
+        return beginning(self)
+
+    def read(self: TopicReader, timeout_s: float) -> list[Any]:
+        if not again:
+            again.append(3)
+            raise RuntimeError("broken")
+        return poll(self, timeout_s)
+
+    monkeypatch.setattr(TopicReader, "beginning", begin)
+    monkeypatch.setattr(TopicReader, "poll", read)
 
     source = scene.follow()
     scene.is_in("caught up")
@@ -154,6 +173,9 @@ def test_rows_that_were_read_and_wait_are_applied_before_those_of_the_new_topic(
     scene.remake()
     write(scene, range(2, 6), 0.5)
     eventually(lambda: sum(len(of.pending) for of in list(source._models.values())) >= 7, "the others wait, too")
+    again.clear()
+    eventually(lambda: again == [3], "it connects anew")
+    eventually(lambda: sum(len(of.pending) for of in list(source._models.values())) >= 7, "those are read again")
     refuses[0] = False
     scene.expect(5, 5.5)
     scene.expect(2, 2.5)

@@ -81,6 +81,7 @@ class _Followed:
     read_s: float  # up to when all of the topic was read, or since when it is followed, by `time.time`
     absence: _Absence | None = None  # the longest of which the brokers have not said yet whether it matters
     pending: list[Row] = field(default_factory=list)
+    gone: int = 0  # how many of them, the first, are of a topic that was deleted since: nobody else has them any more
     nbytes: int = 0
     first_s: float = 0.0  # when the first of them was read
     not_before: float = 0.0
@@ -131,13 +132,26 @@ class RowTopic:
         self._ends, self._asks_ends = None, True
         reader.positions = dict.fromkeys(topic.partitions, 0)
         before, self._models = self._models, {}
-        begins = [self._adopt(model, last) for model, last in self._logs().items()]
-        for model, of in self._models.items():
-            if of.positions.made_anew and model in before:  # nobody else has them any more
-                old = before[model]
-                of.pending, of.nbytes, of.first_s, of.attempt = old.pending, old.nbytes, old.first_s, old.attempt
+        try:
+            begins = [self._adopt(model, last) for model, last in self._logs().items()]
+        finally:
+            adopted, self._models = self._models, before
+            for model in adopted.keys() & before.keys():
+                if adopted[model].positions.made_anew:
+                    before[model].gone = len(before[model].pending)
+        for model in adopted.keys() & before.keys():
+            self._carry_over(model, before[model], adopted[model])
+        self._models = adopted
         reader.assign({one: min((begin.get(one, 0) for begin in begins), default=0) for one in topic.partitions})
         self.stats.topic.connected()
+
+    def _carry_over(self, model: str, old: _Followed, of: _Followed) -> None:
+        """Let rows of a topic that is gone wait on; others are read again."""
+        attempt = old.attempt
+        if attempt is not None and self._store.model(model).log.digest(attempt.seq) == attempt.digest:
+            self._drop(old, len(attempt.rows))
+        of.pending, of.gone, of.first_s = old.pending[: old.gone], old.gone, old.first_s
+        self._drop(of, 0)
 
     def step(self, reader: TopicReader) -> None:
         """Read some messages, and apply rows that have waited long enough."""
@@ -273,6 +287,7 @@ class RowTopic:
             self._park(row.message, model.name, reason)
         if bad:
             refused = {id(row) for row, _ in bad}
+            of.gone -= sum(id(row) in refused for row in of.pending[: of.gone])
             rows = [row for row in rows if id(row) not in refused]
             of.pending[: of.most] = rows
         if not rows:
@@ -292,6 +307,7 @@ class RowTopic:
         for begin in range(0, count, _LONG):
             yield_to_requests()
             del of.pending[: min(_LONG, count - begin)]
+        of.gone = max(0, of.gone - count)
         of.nbytes = sum(len(row.message.value) for row in of.pending) + ROW_BYTES * len(of.pending)
 
     def _needed(self, of: _Followed, waiting: Sequence[Row]) -> dict[int, int]:
