@@ -230,11 +230,11 @@ class TopicReader:
             return True
 
     def ends(self, *, ask: bool) -> dict[int, int] | None:
-        """Partition → the offset of the next message that is written: as the brokers say now (`ask`), or as they said
-        with what was fetched last. None where that is not known of all.
+        """Partition → the offset behind all that is there to read: as the brokers say now (`ask`), or as they
+        said at least, with what was fetched last. None where that is not known of all.
         """
         if ask:
-            asked = self._admin.ends(self.positions, LOOK_TIMEOUT_S, committed=False)
+            asked = self._admin.ends(self.positions, LOOK_TIMEOUT_S, committed=True)
             ends = {one: end for one, end in asked.items() if isinstance(end, int)}
         else:
             ends = {
@@ -242,6 +242,14 @@ class TopicReader:
                 for one, position in self.positions.items()
             }
         return ends if ends.keys() == self.positions.keys() and min(ends.values(), default=0) >= 0 else None
+
+    def is_beyond(self, ends: Mapping[int, int], *, or_at_end: bool) -> bool:
+        """Whether partitions were read up to these offsets, or, with `or_at_end`, as far as there is something to read:
+        what a transaction that is open holds back is not.
+        """
+        return all(
+            self.positions.get(one, end) >= end or (or_at_end and one in self._at_end) for one, end in ends.items()
+        )
 
     def at_time(self, timestamp_ms: int) -> dict[int, int]:
         """Partition → the first offset at that time or later; the end where there is none."""

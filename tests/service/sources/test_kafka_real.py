@@ -88,8 +88,9 @@ def problem_of(scene: RowScene) -> str:
 
 @pytest.mark.parametrize(("kept_ms", "says"), [("1", True), ("86400000", False)])
 def test_who_was_away_for_longer_than_deletions_are_kept_is_told_so(
-    tmp_path: Path, broker: RealBrokers, kept_ms: str, says: bool
+    tmp_path: Path, broker: RealBrokers, kept_ms: str, says: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(kafka_rows, "LEAST_S", 0.0)
     scene = RowScene(tmp_path, broker, topic=broker.new_topic(cleanup_policy="compact", delete_retention_ms=kept_ms))
     try:
         scene.store.load_snapshot(write_snapshot(tmp_path, 2, delta_seq=3))

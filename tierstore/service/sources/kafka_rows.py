@@ -64,6 +64,14 @@ class _Attempt:
     origin: dict[str, Any]
 
 
+class _Ends(NamedTuple):
+    """When it was noted where the topic ended, and where; whether the brokers were asked for it."""
+
+    at_s: float
+    positions: dict[int, int]
+    asked: bool
+
+
 class _Absence(NamedTuple):
     """From when to when nobody read the topic for a model, and the positions behind which it was read again."""
 
@@ -78,7 +86,7 @@ class _Followed:
 
     positions: Positions
     skip: dict[int, int]  # partition → the offset before which its rows are in the log already
-    read_s: float  # up to when all of the topic was read, or since when it is followed, by `time.time`
+    read_s: float  # up to when all of the topic was read, by `time.time`, or since when it is followed; 0 at first
     absence: _Absence | None = None  # the longest of which the brokers have not said yet whether it matters
     pending: list[Row] = field(default_factory=list)
     gone: int = 0  # how many of them, the first, are of a topic that was deleted since: nobody else has them any more
@@ -104,7 +112,7 @@ class RowTopic:
         self._resume_s = self._saved_s = self._maintained_s = 0.0
         self._stands = True  # whether nothing is read
         self._read_s = 0.0  # when messages of it were asked for last, by `time.time`
-        self._ends: tuple[float, dict[int, int]] | None = None  # when it was noted, and where the topic ended then
+        self._ends: _Ends | None = None
         self._asks_ends, self._ends_asked_s = True, -math.inf  # whether the brokers are to be asked, and when they were
         self._kept_s: float | None = None  # for how long deletions stay in the topic; None if that is not known yet
         self._asked_s = -math.inf  # when the brokers were asked for it
@@ -322,7 +330,7 @@ class RowTopic:
     @staticmethod
     def _read_upto_s(of: _Followed, waiting: Sequence[Row]) -> float:
         """Up to when the topic was read for what `_needed` says: a deletion that waits is as good as not read."""
-        read_s = of.read_s if of.absence is None else of.absence.from_s
+        read_s = (of.read_s or time.time()) if of.absence is None else of.absence.from_s
         return min(read_s, time.time() - (time.monotonic() - of.first_s)) if waiting else read_s
 
     # --- periodic work
@@ -382,7 +390,7 @@ class RowTopic:
         positions.seq = last
         if not is_on_record:
             positions.save(begin, [model], new_epoch=True, read_s=read_s or None)
-        self._models[model] = _Followed(positions, dict(begin), read_s or time.time())
+        self._models[model] = _Followed(positions, dict(begin), read_s)
         return begin
 
     def _note_whether_read(self, stands: bool, before: dict[int, int]) -> None:
@@ -394,8 +402,9 @@ class RowTopic:
         if stood:
             shortest_s = LEAST_S if self._kept_s is None else min(OLDEST_S, self._kept_s)
             for of in self._models.values():
+                of.read_s = of.read_s or now_s
                 longest_s = 0.0 if of.absence is None else of.absence.to_s - of.absence.from_s
-                if now_s - of.read_s >= max(shortest_s, longest_s):
+                if now_s - of.read_s > max(shortest_s, longest_s):
                     behind = {one: max(at, of.skip.get(one, 0)) for one, at in before.items()}
                     of.absence = _Absence(of.read_s, now_s, behind)
             self._judge_absences()
@@ -409,16 +418,17 @@ class RowTopic:
         reader, now = self._thread.reader, time.monotonic()
         if ask:
             self._ends, self._asks_ends = None, True
-        if self._ends is not None and all(reader.positions.get(one, end) >= end for one, end in self._ends[1].items()):
+        # that a partition is at its end may be from before a pause, until there was something else
+        if (noted := self._ends) is not None and reader.is_beyond(noted.positions, or_at_end=not noted.asked):
             for of in self._models.values():
-                of.read_s = max(of.read_s, self._ends[0])
+                of.read_s = max(of.read_s, noted.at_s)
             self._ends = None
         if self._ends is not None or (self._asks_ends and now - self._ends_asked_s < LOOK_S):
             return
         if self._asks_ends:
             self._ends_asked_s = now
         if (ends := reader.ends(ask=self._asks_ends)) is not None:
-            self._ends, self._asks_ends = (now_s, ends), False
+            self._ends, self._asks_ends = _Ends(now_s, ends, self._asks_ends), False
 
     def _judge_absences(self) -> None:
         """Note where deletions may have come and gone while nobody read the topic. Where the brokers do not answer they
