@@ -219,6 +219,26 @@ def test_sessions_that_end_before_they_have_caught_up_are_one_absence(
     is_told(scene)
 
 
+def test_what_has_to_be_read_again_was_not_read(scene: RowScene, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    tries = list[float]()
+
+    def fail(self: kafka_rows.RowTopic, message: Any) -> None:
+        tries.append(clock.time())
+        raise Unreachable("the registry does not answer")
+
+    with monkeypatch.context() as down:
+        down.setattr(kafka_rows.RowTopic, "_receive", fail)
+        down.setattr(kafka_rows, "RETRY_S", 0.05)
+        scene.put(2, None)
+        eventually(lambda: tries, "it is tried")
+        for _ in range(20):
+            clock.ahead_s += KEPT_S / 10
+            tries.clear()
+            eventually(lambda: tries, "it is tried again")
+    scene.expect(2, None)
+    is_told(scene)
+
+
 def test_a_kill_before_the_brokers_have_answered_leaves_the_question(
     scene: RowScene, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

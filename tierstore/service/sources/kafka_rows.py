@@ -65,7 +65,9 @@ class _Attempt:
 
 
 class _Ends(NamedTuple):
-    """When it was noted where the topic ended, and where; whether the brokers were asked for it."""
+    """When it was noted where the topic ended, and where. asked: the positions count alone, as the brokers were asked
+    for them, or nothing was read since for a while.
+    """
 
     at_s: float
     positions: dict[int, int]
@@ -113,7 +115,7 @@ class RowTopic:
         self._stands = True  # whether nothing is read
         self._read_s = 0.0  # when messages of it were asked for last, by `time.time`
         self._ends: _Ends | None = None
-        self._asks_ends, self._ends_asked_s = True, -math.inf  # whether the brokers are to be asked, and when they were
+        self._asks_ends, self._noted_s = True, -math.inf  # whether the brokers are to be asked; when it was done last
         self._kept_s: float | None = None  # for how long deletions stay in the topic; None if that is not known yet
         self._asked_s = -math.inf  # when the brokers were asked for it
         name = f"tierstore-rows-{route.topic}"[:60]
@@ -136,7 +138,7 @@ class RowTopic:
     def begin(self, reader: TopicReader, topic: Topic) -> None:
         """Read on behind the content of the models' logs; rows that waited are read again."""
         self._found, self._stands, self._kept_s = topic, True, None
-        self._read_s, self._asked_s, self._ends_asked_s = 0.0, -math.inf, -math.inf
+        self._read_s, self._asked_s, self._noted_s = 0.0, -math.inf, -math.inf
         self._ends, self._asks_ends = None, True
         reader.positions = dict.fromkeys(topic.partitions, 0)
         before, self._models = self._models, {}
@@ -148,16 +150,18 @@ class RowTopic:
                 if adopted[model].positions.made_anew:
                     before[model].gone = len(before[model].pending)
         for model in adopted.keys() & before.keys():
-            self._carry_over(model, before[model], adopted[model])
+            if adopted[model].positions.seq >= before[model].positions.seq:  # else it was dropped and loaded again
+                self._carry_over(model, before[model], adopted[model])
         self._models = adopted
         reader.assign({one: min((begin.get(one, 0) for begin in begins), default=0) for one in topic.partitions})
         self.stats.topic.connected()
 
     def _carry_over(self, model: str, old: _Followed, of: _Followed) -> None:
         """Let rows of a topic that is gone wait on; others are read again."""
-        attempt = old.attempt
-        if attempt is not None and self._store.model(model).log.digest(attempt.seq) == attempt.digest:
-            self._drop(old, len(attempt.rows))
+        attempt, old.attempt = old.attempt, None
+        with contextlib.suppress(NotFound):  # dropped meanwhile
+            if attempt is not None and self._store.model(model).log.digest(attempt.seq) == attempt.digest:
+                self._drop(old, len(attempt.rows))
         of.pending, of.gone, of.first_s = old.pending[: old.gone], old.gone, old.first_s
         self._drop(of, 0)
 
@@ -168,12 +172,13 @@ class RowTopic:
         reader.pause(paused)
         before = dict(reader.positions)
         messages = reader.poll(min(POLL_S, self._settings.kafka_rows_gather_s))
-        self._note_whether_read(paused or reader.problem is not None or reader.stands, before)
+        stands = paused or reader.problem is not None or reader.stands
         if reader.went_back:
             self._begin_anew(reader.went_back)
         # when it lags behind it keeps up with the topic rather than wait for requests
         with without_yielding(len(messages) >= BATCH):
             self._receive_all(messages)
+            self._note_whether_read(stands, before)  # after: some may have to be read again
             if time.monotonic() >= self._resume_s:
                 self._apply_due()
         if time.monotonic() - self._maintained_s >= POLL_S:
@@ -395,10 +400,11 @@ class RowTopic:
 
     def _note_whether_read(self, stands: bool, before: dict[int, int]) -> None:
         """Note up to when the topic was read, and how long it was not if it is again. before: the positions then."""
-        stood, self._stands = self._stands, stands
+        now_s = time.time()
+        # it has stood, too, where the process did
+        stood, self._stands = self._stands or now_s - (self._read_s or now_s) >= STANDS_S, stands
         if stands:
             return
-        now_s = time.time()
         if stood:
             shortest_s = LEAST_S if self._kept_s is None else min(OLDEST_S, self._kept_s)
             for of in self._models.values():
@@ -408,25 +414,25 @@ class RowTopic:
                     behind = {one: max(at, of.skip.get(one, 0)) for one, at in before.items()}
                     of.absence = _Absence(of.read_s, now_s, behind)
             self._judge_absences()
-        self._note_ends(now_s, ask=stood and now_s - self._read_s >= STANDS_S)
+        self._note_ends(now_s, ask=stood)
         self._read_s = now_s
 
     def _note_ends(self, now_s: float, *, ask: bool) -> None:
         """The topic was read up to when it ended where it has been read to by now. ask: what was fetched last says
-        nothing of its end now, as that is too long ago.
+        nothing of its end now, as that was before a pause.
         """
         reader, now = self._thread.reader, time.monotonic()
         if ask:
-            self._ends, self._asks_ends = None, True
+            self._asks_ends = True
+            self._ends = None if self._ends is None else self._ends._replace(asked=True)
         # that a partition is at its end may be from before a pause, until there was something else
         if (noted := self._ends) is not None and reader.is_beyond(noted.positions, or_at_end=not noted.asked):
             for of in self._models.values():
                 of.read_s = max(of.read_s, noted.at_s)
             self._ends = None
-        if self._ends is not None or (self._asks_ends and now - self._ends_asked_s < LOOK_S):
+        if self._ends is not None or now - self._noted_s < (LOOK_S if self._asks_ends else POLL_S):
             return
-        if self._asks_ends:
-            self._ends_asked_s = now
+        self._noted_s = now
         if (ends := reader.ends(ask=self._asks_ends)) is not None:
             self._ends, self._asks_ends = _Ends(now_s, ends, self._asks_ends), False
 
