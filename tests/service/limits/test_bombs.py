@@ -179,14 +179,14 @@ def test_what_is_compressed_is_decoded_a_part_at_a_time(
             decode(packed[:cut], len(data))
     with pytest.raises(InvalidInput, match=f"is not valid {coding.decode()}"):
         decode(packed[:-1] + bytes([packed[-1] ^ 1]), len(data))
-    if over == "grpc":
-        assert decode(packed + b"what follows", len(data)) == data
-    else:
-        assert decode(packed * 2, 2 * len(data)) == data * 2
-        small = zlib.compress(b"x")
-        assert decode(small * 16, 99) == b"x" * 16
-        with pytest.raises(InvalidInput, match="more than 16 gzip members"):
-            decode(small * 17, 99)
+    assert decode(packed * 2, 2 * len(data)) == data * 2
+    with pytest.raises(InvalidInput, match=f"is not valid {coding.decode()}"):
+        decode(packed + b"what follows", len(data))
+    coder = zlib.compressobj(1, zlib.DEFLATED, 31 if coding == b"gzip" else 15)
+    small = coder.compress(b"x") + coder.flush()
+    assert decode(small * 16, 99) == b"x" * 16
+    with pytest.raises(InvalidInput, match=r"more than 16 (gzip )?members"):
+        decode(small * 17, 99)
 
 
 def opened(fields: bytes) -> bytes:
