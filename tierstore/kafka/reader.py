@@ -237,10 +237,7 @@ class TopicReader:
             asked = self._admin.ends(self.positions, LOOK_TIMEOUT_S, committed=True)
             ends = {one: end for one, end in asked.items() if isinstance(end, int)}
         else:
-            ends = {
-                one: position if one in self._at_end else self._watermarks(one, cached=True)[1]
-                for one, position in self.positions.items()
-            }
+            ends = {one: self._fetched_end(one) for one in self.positions}
         return ends if ends.keys() == self.positions.keys() and min(ends.values(), default=0) >= 0 else None
 
     def is_beyond(self, ends: Mapping[int, int], *, or_at_end: bool) -> bool:
@@ -344,9 +341,12 @@ class TopicReader:
         """
         lags = {}
         for partition, position in list(self.positions.items()):
-            fetched = position if partition in self._at_end else self._watermarks(partition, cached=True)[1]
-            lags[partition] = max(0, fetched - position, self._ends.get(partition, 0) - position)
+            lags[partition] = max(0, max(self._fetched_end(partition), self._ends.get(partition, 0)) - position)
         return lags
+
+    def _fetched_end(self, partition: int) -> int:
+        """Where a partition ended when something of it was fetched last; negative if nothing was."""
+        return self.positions[partition] if partition in self._at_end else self._watermarks(partition, cached=True)[1]
 
     def _watermarks(self, partition: int, *, cached: bool) -> tuple[int, int]:
         try:

@@ -402,7 +402,7 @@ class RowTopic:
         """Note up to when the topic was read, and how long it was not if it is again. before: the positions then."""
         now_s = time.time()
         # it has stood, too, where the process did
-        stood, self._stands = self._stands or now_s - (self._read_s or now_s) >= STANDS_S, stands
+        stood, self._stands = self._stands or now_s - self._read_s >= STANDS_S, stands
         if stands:
             return
         if stood:
